@@ -1,0 +1,1 @@
+"""What every recipe needs right and can easily get silently wrong."""

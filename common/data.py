@@ -1,0 +1,344 @@
+"""The data sets: real ones, embedded or on disk, each as a `Data` of two `Samples`."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from common.errors import InputError, TrainingError
+from common.group import agreed
+from common.ranks import Ranks
+from common.seeds import mix
+from common.stream import EVAL_BATCH_SIZE, GlobalBatches, Samples, fixed_batches, make_loader
+
+IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".webp", ".tif", ".tiff"}
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What to train on, and how it is loaded."""
+
+    data: Literal["digits", "imagefolder", "fashion_mnist", "cifar10", "fake"] = "digits"
+    """Data set. digits (1,797 images of 8x8 px, from scikit-learn) needs no download."""
+    data_path: Path | None = None
+    """Folder of the data; imagefolder: a folder a class, or train/ and val/ with those in them."""
+    download: bool = False
+    """Let rank 0 download fashion_mnist or cifar10 into --data-path."""
+    verify_images: bool = True
+    """imagefolder: decode every image once before training, so that a bad one is found now."""
+    image_size: int | None = None
+    """Side of the square the model sees [px]. None: digits 8, fashion_mnist 28, cifar10 and fake
+    32, imagefolder 224."""
+    num_workers: int = 0
+    """Loading processes a rank [processes]; 0 loads in the training process."""
+    loader: Literal["map", "stream"] = "map"
+    """Map-style samples with a sampler, or the same batches from a hand-sharded iterable."""
+    pin_memory: bool = True
+    """Page-locked host memory for copies to a GPU; turn it off when host memory is short."""
+
+    def __post_init__(self) -> None:
+        """Refuse combinations that mean nothing."""
+        if self.data in ("imagefolder", "fashion_mnist", "cifar10") and self.data_path is None:
+            raise ValueError(f"--data {self.data} needs --data-path DIR")
+        if self.image_size is not None and self.image_size < 4:
+            raise ValueError(f"--image-size must be at least 4 px, got {self.image_size}")
+        if self.num_workers < 0:
+            raise ValueError(f"--num-workers must be 0 or more, got {self.num_workers}")
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set ready to train on."""
+
+    train: Samples
+    val: Samples
+    class_names: list[str]
+    channels: int
+    """Of an image: 1 or 3."""
+    fingerprint: str
+    """SHA-256 that changes when the data does (see `load_data`)."""
+
+
+def load_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
+    """Open the data set that `options` name, after rank 0 has downloaded it where asked to.
+
+    Every rank calls it, and what one rank finds wrong is raised on all.
+
+    The fingerprint is over the bytes of the arrays, or for imagefolder over every file's relative
+    path and size.
+
+    Args:
+        options: see `DataOptions`.
+        seed: splits digits and imagefolder 80/20 and keys the augmentation.
+        ranks: imagefolder's check is shared out over them; rank 0 shows its progress.
+
+    Raises:
+        InputError: no such folder, no classes, an empty class, files that are no images.
+    """
+    with agreed():
+        if ranks.is_main and options.download and options.data in ("fashion_mnist", "cifar10"):
+            for train in (True, False):
+                _torchvision_class(options)(options.data_path, train=train, download=True)
+    with agreed():
+        return _open(options, seed, ranks)
+    raise AssertionError("agreed() raises where the block did")
+
+
+def make_loaders(
+    data: Data,
+    options: DataOptions,
+    global_batch_size: int,
+    seed: int,
+    ranks: Ranks,
+    device: torch.device,
+) -> tuple[GlobalBatches, DataLoader[Any], DataLoader[Any]]:
+    """This rank's batches of the training data, their loader, and the validation data's loader.
+
+    Raises:
+        InputError: a batch that the world size does not divide or the data cannot fill.
+    """
+    batches = GlobalBatches(
+        len(data.train), global_batch_size, seed, ranks.rank, ranks.world_size
+    )
+    held_out = fixed_batches(len(data.val), EVAL_BATCH_SIZE, ranks.rank, ranks.world_size)
+    pin = options.pin_memory and device.type == "cuda"
+    workers = options.num_workers
+    loader = make_loader(
+        data.train, batches, style=options.loader, num_workers=workers, pin_memory=pin
+    )
+    return batches, loader, make_loader(data.val, held_out, num_workers=workers, pin_memory=pin)
+
+
+def _open(options: DataOptions, seed: int, ranks: Ranks) -> Data:
+    if options.data == "digits":
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        images = (torch.from_numpy(digits.images).float()[:, None] / 16 - 0.305) / 0.376
+        order = np.random.Generator(np.random.PCG64(mix(seed))).permutation(len(images))
+        arrays = _Arrays(_resized(images, options.image_size), digits.target)
+        cut = len(order) * 4 // 5
+        names = [str(n) for n in digits.target_names]
+        return _data(arrays, order[:cut], order[cut:], _shift, _same, seed, names, arrays.digest())
+    if options.data == "fake":
+        images, labels = _fake_images(options.image_size or 32)
+        arrays, count = _Arrays(images, labels), len(labels)
+        cut, names = count * 4 // 5, [str(n) for n in range(10)]
+        return _data(
+            arrays, range(cut), range(cut, count), _shift, _same, seed, names, arrays.digest()
+        )
+    if options.data_path is None or not options.data_path.is_dir():
+        raise InputError(f"--data-path {options.data_path} is no folder")
+    if options.data == "imagefolder":
+        return _image_folder(options, seed, ranks)
+    return _torchvision(options, seed)
+
+
+def _data(
+    source: Any,
+    train: Sequence[int],
+    val: Sequence[int],
+    train_transform: Callable[[Any], Tensor],
+    val_transform: Callable[[Any], Tensor],
+    seed: int,
+    names: list[str],
+    fingerprint: str,
+) -> Data:
+    training = Samples(source, train, train_transform, seed)
+    validation = Samples(source, val, val_transform, seed)
+    channels = validation[(0, 0)][0].shape[0]
+    return Data(training, validation, names, channels, fingerprint)
+
+
+class _Arrays:
+    """Images (count, channels, height, width) float32 and labels (count,) in memory."""
+
+    def __init__(self, images: Tensor, labels: Any) -> None:
+        self.images, self.labels = images, [int(label) for label in labels]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index], self.labels[index]
+
+    def digest(self) -> str:
+        return hashlib.sha256(self.images.numpy().tobytes() + bytes(self.labels)).hexdigest()
+
+
+def _same(image: Tensor) -> Tensor:
+    return image
+
+
+def _shift(image: Tensor) -> Tensor:
+    """Move by up to an eighth of the side, each way, filling with the darkest value."""
+    reach = max(1, image.shape[-1] // 8)
+    down, right = torch.randint(0, 2 * reach + 1, (2,)).tolist()
+    padded = torch.nn.functional.pad(image, [reach] * 4, value=float(image.min()))
+    return padded[:, down : down + image.shape[1], right : right + image.shape[2]]
+
+
+def _resized(images: Tensor, size: int | None) -> Tensor:
+    if size in (None, images.shape[-1]):
+        return images
+    return torch.nn.functional.interpolate(images, size=(size, size), mode="bilinear")
+
+
+def _fake_images(size: int, count: int = 1280) -> tuple[Tensor, Tensor]:
+    """Noise around one fixed pattern a class: learnable, the same on every machine."""
+    generator = torch.Generator().manual_seed(0)
+    patterns = torch.randn(10, 3, size, size, generator=generator)
+    labels = torch.arange(count) % 10
+    return patterns[labels] + 2 * torch.randn(count, 3, size, size, generator=generator), labels
+
+
+def _torchvision_class(options: DataOptions) -> Any:
+    from torchvision import datasets
+
+    return {"fashion_mnist": datasets.FashionMNIST, "cifar10": datasets.CIFAR10}[options.data]
+
+
+def _torchvision(options: DataOptions, seed: int) -> Data:
+    from torchvision.transforms import v2
+
+    try:
+        train, val = (
+            _torchvision_class(options)(options.data_path, train=train) for train in (True, False)
+        )
+    except RuntimeError as error:
+        raise InputError(
+            f"no {options.data} in --data-path {options.data_path}: add --download, or put it there"
+        ) from error
+    size, grey = options.image_size, options.data == "fashion_mnist"
+    resize = [v2.Resize((size, size))] if size else []
+    side = size or (28 if grey else 32)
+    to_tensor = [
+        v2.ToImage(),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize((0.286,), (0.353,)) if grey else v2.Normalize(IMAGENET_MEAN, IMAGENET_STD),
+    ]
+    augment = [v2.RandomCrop(side, padding=side // 8), v2.RandomHorizontalFlip()]
+    digest = hashlib.sha256()
+    for part in (train, val):
+        digest.update(np.asarray(part.data).tobytes() + np.asarray(part.targets).tobytes())
+    training = Samples(train, range(len(train)), v2.Compose([*resize, *augment, *to_tensor]), seed)
+    validation = Samples(val, range(len(val)), v2.Compose([*resize, *to_tensor]), seed)
+    return Data(training, validation, list(train.classes), 1 if grey else 3, digest.hexdigest())
+
+
+class _ImageFiles:
+    """Decoded RGB images of (path, label) pairs."""
+
+    def __init__(self, files: list[tuple[Path, int]]) -> None:
+        self.files = files
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        from PIL import Image
+
+        path, label = self.files[index]
+        try:
+            with Image.open(path) as image:
+                return image.convert("RGB"), label
+        except (OSError, SyntaxError) as error:  # Pillow raises SyntaxError on some broken PNGs
+            raise TrainingError(f"cannot read {path}, which was there at the start: {error}") from None
+
+
+def _image_folder(options: DataOptions, seed: int, ranks: Ranks) -> Data:
+    from torchvision.transforms import v2
+
+    root = options.data_path
+    assert root is not None
+    split = [root / "train", root / "val"] if (root / "train").is_dir() else [root]
+    names = _class_names(split[0])
+    files = [_list_images(folder, names) for folder in split]
+    if len(split) == 1:
+        train, val = _split_by_class(files[0], seed)
+    else:
+        train, val = range(len(files[0])), range(len(files[0]), len(files[0]) + len(files[1]))
+    every = [entry for part in files for entry in part]
+    if options.verify_images:
+        _verify_images([path for path, _ in every[ranks.rank :: ranks.world_size]], ranks.is_main)
+    listing = [(str(path.relative_to(root)), path.stat().st_size) for path, _ in every]
+    side = options.image_size or 224
+    to_tensor = [
+        v2.ToImage(),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize(IMAGENET_MEAN, IMAGENET_STD),
+    ]
+    augment = v2.Compose([v2.RandomResizedCrop(side), v2.RandomHorizontalFlip(), *to_tensor])
+    plain = v2.Compose([v2.Resize(side * 256 // 224), v2.CenterCrop(side), *to_tensor])
+    fingerprint = hashlib.sha256(json.dumps(listing).encode()).hexdigest()
+    return _data(_ImageFiles(every), train, val, augment, plain, seed, names, fingerprint)
+
+
+def _class_names(folder: Path) -> list[str]:
+    names = sorted(d.name for d in folder.iterdir() if d.is_dir() and not d.name.startswith("."))
+    if not names:
+        raise InputError(f"--data-path {folder} has no sub-folders: one a class is needed")
+    return names
+
+
+def _list_images(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
+    files: list[tuple[Path, int]] = []
+    for label, name in enumerate(names):
+        found = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
+        if not found:
+            raise InputError(
+                f"class folder {folder / name} has no images ({', '.join(sorted(IMAGE_SUFFIXES))})"
+            )
+        files += [(path, label) for path in found]
+    return files
+
+
+def _split_by_class(files: list[tuple[Path, int]], seed: int) -> tuple[list[int], list[int]]:
+    """80/20 within each class, by seed; a class of fewer than five images trains with all."""
+    train: list[int] = []
+    val: list[int] = []
+    by_class: dict[int, list[int]] = {}
+    for index, (_, label) in enumerate(files):
+        by_class.setdefault(label, []).append(index)
+    for label, indices in by_class.items():
+        order = np.random.Generator(np.random.PCG64(mix(seed, label))).permutation(indices)
+        cut = len(indices) // 5
+        val += sorted(order[:cut].tolist())
+        train += sorted(order[cut:].tolist())
+    if not val:
+        raise InputError(
+            "no class has the five images it takes to keep one for validation: "
+            "add images, or give train/ and val/ folders"
+        )
+    return train, val
+
+
+def _verify_images(paths: list[Path], show_progress: bool) -> None:
+    with ThreadPoolExecutor() as pool:
+        found = tqdm(
+            pool.map(_image_fault, paths),
+            total=len(paths),
+            desc="checking images",
+            unit="image",
+            disable=not show_progress or len(paths) < 1000,
+        )
+        faults = [fault for fault in found if fault]
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise InputError(f"{faults[0]}{more}: remove or replace it")
+
+
+def _image_fault(path: Path) -> str | None:
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            image.draft("RGB", (image.width // 8, image.height // 8))  # JPEG: decode an eighth
+            image.load()
+    except (OSError, SyntaxError) as error:
+        return f"{path} cannot be decoded as an image ({error})"
+    return None

@@ -1,0 +1,26 @@
+"""The ways a run ends, and the exit status of each (README.md, "How a run ends")."""
+
+STATUS_FINISHED = 0
+STATUS_FAILED = 1
+STATUS_BAD_INPUT = 2
+STATUS_STOPPED = 75  # EX_TEMPFAIL: run the same command again to go on
+
+
+class InputError(ValueError):
+    """The user's input cannot work; says what was needed, what was found and the fix.
+
+    Raised before training starts and by every rank alike: options are the same everywhere, and
+    what one rank alone finds is shared by `common.group.agreed`.
+    """
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; says what happened and what to do about it."""
+
+
+class PeerError(TrainingError):
+    """Another rank failed, and its own message has been shown there."""
+
+
+class StopRequested(Exception):
+    """A signal asked the run to stop, and its state is saved."""

@@ -1,0 +1,71 @@
+"""Exact evaluation: every validation sample counted once, whatever the number of ranks."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from common.stream import EVAL_BATCH_SIZE
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model does on the whole validation set; the same object on every rank."""
+
+    loss: float
+    """Mean cross-entropy over the samples."""
+    correct: int
+    total: int
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the samples whose highest logit is their class."""
+        return self.correct / self.total
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    total: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Evaluation:
+    """Evaluate the unwrapped `model` on batches dealt out by `common.stream.fixed_batches`.
+
+    No sample is padded in, so ranks may see different numbers of batches, and one call of a DDP
+    wrapper would wait for its peers: pass `ddp.module`. Buffers (BatchNorm's running statistics)
+    differ by rank in training and are first set to rank 0's, which are the ones that are saved.
+    Each batch's loss is added in the order of batches, so that the sum has the same bits at any
+    world size too.
+
+    Args:
+        model: returns logits (samples, classes).
+        batches: this rank's (images, labels).
+        total: samples over all ranks, checked.
+        device: where the model is.
+        dtype: of the images.
+    """
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    was_training = [module for module in model.modules() if module.training]
+    model.eval()
+    results = torch.zeros(-(-total // EVAL_BATCH_SIZE), 3, dtype=torch.float64, device=device)
+    for number, (images, labels) in enumerate(batches):
+        logits = model(images.to(device, dtype, non_blocking=True))
+        labels = labels.to(device, non_blocking=True)
+        loss = nn.functional.cross_entropy(logits.double(), labels, reduction="sum")
+        correct = (logits.argmax(1) == labels).sum()
+        results[rank + number * world_size] = torch.stack(
+            [loss, correct.double(), torch.tensor(float(len(labels)), device=device)]
+        )
+    for module in was_training:
+        module.training = True
+    results = results.cpu()
+    dist.all_reduce(results)  # each row is one rank's: adding the others' zeros is exact
+    loss_sum, correct_sum, seen = (float(column.sum()) for column in results.T)
+    assert seen == total, f"evaluated {seen:.0f} of {total} samples"
+    return Evaluation(loss_sum / total, int(correct_sum), total)

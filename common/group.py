@@ -1,0 +1,250 @@
+"""The process group: from ranks to a group that talks, and back to a clean end."""
+
+import datetime
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from common.errors import InputError, PeerError, StopRequested, TrainingError
+from common.ranks import Ranks
+
+T = TypeVar("T")
+
+# A master on loopback cannot be reached from another host: no need to wait long to say so.
+_LOOPBACK_PATIENCE_S = 20.0
+
+
+def choose_device(device: str, ranks: Ranks, visible_gpus: int | None = None) -> torch.device:
+    """The device of this process, by local rank.
+
+    A process that sees one GPU only takes it whatever its local rank: Slurm's cgroups hide the
+    others (`--gpus-per-task`). Whether two ranks then share one is checked by `process_group`.
+
+    Args:
+        device: auto (a GPU where there is one), cpu or cuda.
+        ranks: this process's ranks.
+        visible_gpus: GPUs this process sees; counted where None.
+
+    Raises:
+        InputError: cuda without a GPU, or more processes on this host than GPUs.
+    """
+    if device == "cpu":
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count() if visible_gpus is None else visible_gpus
+    if gpus == 0:
+        if device == "auto":
+            return torch.device("cpu")
+        raise InputError("--device cuda, but this process sees no GPU: give --device cpu, or check "
+                         "the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES")  # fmt: skip
+    if ranks.local_rank < gpus:
+        return torch.device("cuda", ranks.local_rank)
+    if gpus == 1:
+        return torch.device("cuda", 0)
+    raise InputError(
+        f"{ranks.local_world_size} processes on this host but {gpus} GPUs: "
+        f"start --nproc {gpus} or fewer, or give --device cpu"
+    )
+
+
+def choose_backend(backend: str, device: torch.device) -> str:
+    """What `init_process_group` gets: small things always travel between CPUs by gloo.
+
+    Raises:
+        InputError: nccl without a GPU.
+    """
+    if device.type == "cpu":
+        if backend == "nccl":
+            raise InputError("--backend nccl needs GPUs: on a CPU use --backend gloo")
+        return "gloo"
+    return "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
+
+
+@contextmanager
+def process_group(
+    ranks: Ranks, device: torch.device, backend: str, timeout_s: float
+) -> Iterator[None]:
+    """Join the run's process group, and leave it by a clean end.
+
+    A world of one gets a group too, so that a recipe has one code path. After an exception the
+    group is left as it is: peers may be gone, and the launcher ends them.
+
+    Args:
+        ranks: from `common.ranks.resolve`.
+        device: from `choose_device`.
+        backend: auto, gloo or nccl.
+        timeout_s: how long to wait for a peer, when joining and in a collective.
+
+    Raises:
+        InputError: an address that cannot work, a port in use, two NCCL ranks on one GPU.
+        TrainingError: not every rank arrived in time.
+    """
+    name = choose_backend(backend, device)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if ranks.world_size == 1:
+        dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    elif ranks.agent_store:
+        dist.init_process_group(name, init_method="env://", timeout=timeout)
+    else:
+        _choose_interface(ranks)
+        store = _connect(ranks, timeout_s)
+        dist.init_process_group(
+            name, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout
+        )
+    if "nccl" in name:
+        _refuse_shared_gpu(device)
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, StopRequested):
+            dist.destroy_process_group()
+        raise
+    # Rank 0 serves the store: nobody may still be asking it when it leaves.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _connect(ranks: Ranks, timeout_s: float) -> dist.Store:
+    address, port = ranks.master_addr, ranks.master_port
+    several_hosts = ranks.local_world_size < ranks.world_size
+    try:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise InputError(
+            f"MASTER_ADDR {address!r} does not resolve on host {socket.gethostname()} ({error}): "
+            "give rank 0's host by an address that every host knows"
+        ) from error
+    loopback = all(str(entry[4][0]).startswith(("127.", "::1")) for entry in found)
+    if several_hosts and loopback:
+        timeout_s = min(timeout_s, _LOOPBACK_PATIENCE_S)
+    options = {} if ranks.listen_fd is None else {"master_listen_fd": ranks.listen_fd}
+    try:
+        return dist.TCPStore(
+            address,
+            port,
+            ranks.world_size,
+            is_master=ranks.rank == 0,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            **options,
+        )
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+            raise InputError(
+                f"port {port} on {socket.gethostname()} is in use: "
+                "give another MASTER_PORT (or --master-port), or none to have a free one chosen"
+            ) from error
+        if several_hosts and loopback:
+            raise InputError(
+                f"MASTER_ADDR {address!r} is every host's own loopback, and {ranks.world_size} "
+                f"ranks are spread over several hosts: give rank 0's address on the network "
+                "between them (ip addr shows it)"
+            ) from error
+        names = [name for _, name in socket.if_nameindex() if name != "lo"]
+        raise TrainingError(
+            f"not all {ranks.world_size} ranks met at {address}:{port} within {timeout_s:.0f} s. "
+            "Was the command started on every host, can they reach that address and port "
+            f"(firewall), and is the interface right? This host has {', '.join(names) or 'lo only'}"
+            "; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose one."
+        ) from error
+
+
+def _choose_interface(ranks: Ranks) -> None:
+    """Let gloo use the interface that leads to rank 0, not the one the host name resolves to.
+
+    Debian maps the host name to 127.0.1.1, and gloo would then listen where no other host can
+    reach it. NCCL looks at all interfaces by itself, so it is left alone. The user's choice wins.
+    """
+    if ranks.local_world_size < ranks.world_size and "GLOO_SOCKET_IFNAME" not in os.environ:
+        name = interface_towards(ranks.master_addr)
+        if name and name != "lo":
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def interface_towards(address: str) -> str | None:
+    """Name of the local interface whose address is used to reach `address`; None if unknown."""
+    siocgifaddr = 0x8915
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # chooses a route, sends nothing
+            own = socket.inet_aton(probe.getsockname()[0])
+            for _, name in socket.if_nameindex():
+                request = struct.pack("256s", name.encode()[:15])
+                try:
+                    if fcntl.ioctl(probe.fileno(), siocgifaddr, request)[20:24] == own:
+                        return name
+                except OSError:
+                    continue  # an interface with no IPv4 address
+    except OSError:
+        pass  # an IPv6-only or unknown address: gloo's own choice stands
+    return None
+
+
+def _refuse_shared_gpu(device: torch.device) -> None:
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    owners = gather((socket.gethostname(), uuid))
+    if len(set(owners)) < len(owners):
+        raise InputError(
+            f"{len(owners)} ranks share {len(set(owners))} GPUs, which NCCL refuses: start one "
+            "process a GPU, or give --backend gloo to practise with several on one"
+        )
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's `value` in rank order, on every rank. Any object that pickles."""
+    values: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values  # type: ignore[return-value]
+
+
+def broadcast(value: T) -> T:
+    """Rank 0's `value` on every rank. Any object that pickles."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def gather_number(value: float) -> list[float]:
+    """Every rank's number in rank order, on every rank, in float64; cheaper than `gather`."""
+    numbers = torch.zeros(dist.get_world_size(), dtype=torch.float64)
+    numbers[dist.get_rank()] = value
+    dist.all_reduce(numbers)  # one rank's number and zeros in each place: exact
+    return [float(number) for number in numbers]
+
+
+@contextmanager
+def agreed() -> Iterator[None]:
+    """What fails on one rank inside the block fails on every rank, with that rank's message.
+
+    For the set-up phases: without it, one rank's missing file leaves the others waiting in the
+    next collective. The block itself must not call one.
+
+    Raises:
+        InputError: on every rank, where some rank raised one.
+        PeerError: on the ranks that had no trouble, where some rank raised anything else.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # every failure must reach the peers before it is raised here
+        error = caught
+    found = gather(None if error is None else (isinstance(error, InputError), str(error)))
+    failed = [(rank, *entry) for rank, entry in enumerate(found) if entry is not None]
+    if not failed:
+        return
+    rank, is_input, message = failed[0]
+    if is_input:
+        where = "" if len(failed) == len(found) else f"rank {rank}: "
+        shared = InputError(f"{where}{message}")
+        shared.agreed = True  # type: ignore[attr-defined]  # rank 0 alone shows it
+        raise shared from error
+    if error is not None:
+        raise error
+    raise PeerError(f"rank {rank} failed: {message}")

@@ -1,0 +1,250 @@
+"""Starting ranks on this machine and ending them together, with the status of the first failure.
+
+torchrun does most of this and is supported (`torchrun -m recipes.ddp_launch.train`). It turns every
+status into 1 and dies of SIGUSR1, so that a scheduler cannot tell "stopped, run me again" (75)
+from "failed"; hence these hundred lines. They import no torch: the ranks start at once.
+"""
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import (
+    STATUS_BAD_INPUT,
+    STATUS_FAILED,
+    STATUS_FINISHED,
+    STATUS_STOPPED,
+    InputError,
+    PeerError,
+    StopRequested,
+    TrainingError,
+)
+from common.ranks import Ranks
+
+ROOT = str(Path(__file__).resolve().parents[1])
+GRACE_S = 10.0
+"""How long the other ranks may take to end by themselves after the first failure."""
+
+
+@dataclass(frozen=True)
+class Child:
+    """A rank that this process started."""
+
+    rank: int
+    pid: int
+    status: Callable[[], int | None]
+    """Exit status, negative for a signal; None while it runs."""
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Bind rank 0's port now and keep it, so that none can take it before rank 0 listens.
+
+    Args:
+        address: loopback keeps the store off the network.
+        port: 0 for any free one.
+
+    Raises:
+        InputError: the port is in use.
+    """
+    loopback = address in ("127.0.0.1", "localhost")
+    try:
+        return socket.create_server(("127.0.0.1" if loopback else "", port))
+    except OSError as error:
+        raise InputError(
+            f"port {port} on {socket.gethostname()} cannot be taken ({error.strerror}): give "
+            "another --master-port, or none to have a free one chosen"
+        ) from error
+
+
+def launch(
+    arguments: Sequence[str],
+    nproc: int,
+    nnodes: int = 1,
+    node_rank: int = 0,
+    master_addr: str = "127.0.0.1",
+    master_port: int = 0,
+) -> int:
+    """Start `nproc` ranks of `python ARGUMENTS` and wait for them.
+
+    Args:
+        arguments: of the Python interpreter.
+        nproc: ranks on this host, the same number on every host.
+        nnodes: hosts.
+        node_rank: this host among them; host 0 serves the store.
+        master_addr: host 0's address.
+        master_port: host 0's port; 0 for any free one, on one host only.
+
+    Returns:
+        The exit status of contract: 0, 1, 2 or 75.
+
+    Raises:
+        InputError: a port in use, or none given for several hosts.
+    """
+    if nnodes > 1 and not master_port:
+        raise InputError("several hosts need --master-port, the same free port on each command")
+    store = listen(master_addr, master_port) if node_rank == 0 else None
+    port = store.getsockname()[1] if store else master_port
+    errors = Path(tempfile.mkdtemp(prefix="recipes-"))
+    children: list[Child] = []
+    for local_rank in range(nproc):
+        rank = node_rank * nproc + local_rank
+        env = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(nnodes * nproc),
+            "LOCAL_WORLD_SIZE": str(nproc),
+            "MASTER_ADDR": master_addr,
+            "MASTER_PORT": str(port),
+            "RECIPES_ERROR_DIR": str(errors),
+            "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")])),
+        }
+        pass_fds = []
+        if rank == 0 and store:
+            env["RECIPES_LISTEN_FD"] = str(store.fileno())
+            pass_fds = [store.fileno()]
+        process = subprocess.Popen([sys.executable, *arguments], env=env, pass_fds=pass_fds)
+        children.append(Child(rank, process.pid, process.poll))
+    if store:
+        store.close()  # rank 0 holds it now
+    return supervise(children, errors)
+
+
+def supervise(children: Sequence[Child], errors: Path) -> int:
+    """Wait for ranks, pass stop signals on to them, end them all once one fails.
+
+    Args:
+        children: the ranks of this host.
+        errors: folder in which they leave their errors (`run_rank`); removed.
+
+    Returns:
+        0 if all finished, 75 if they were asked to stop and saved, 2 for bad input, else 1.
+    """
+    pending = {child.rank: child for child in children}
+    failed: list[tuple[Child, int]] = []
+    ended: set[int] = set()  # ranks that were killed here, and so are not the cause
+    deadline = float("inf")
+
+    def forward(number: int, _frame: object) -> None:
+        for child in pending.values():
+            os.kill(child.pid, number)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, forward)
+    try:
+        while pending:
+            for child in list(pending.values()):
+                status = child.status()
+                if status is None:
+                    continue
+                del pending[child.rank]
+                if status != 0:
+                    failed.append((child, status))
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+            if pending and time.monotonic() > deadline:
+                for child in pending.values():
+                    ended.add(child.rank)
+                    os.kill(child.pid, signal.SIGKILL)
+                deadline = float("inf")
+            time.sleep(0.02)
+        return _verdict([(c, s) for c, s in failed if c.rank not in ended], errors)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    finally:
+        for child in pending.values():
+            os.kill(child.pid, signal.SIGKILL)
+        shutil.rmtree(errors, ignore_errors=True)
+
+
+def _verdict(failed: list[tuple[Child, int]], errors: Path) -> int:
+    if not failed:
+        return STATUS_FINISHED
+    if all(status == STATUS_STOPPED for _, status in failed):
+        return STATUS_STOPPED
+    # A killed rank leaves no word, and its peers then fail because it is gone: it is the cause.
+    killed = [(child, -status) for child, status in failed if status < 0]
+    if killed:
+        child, number = killed[0]
+        hint = ": out of memory?" if number == signal.SIGKILL else ""
+        print(f"error: rank {child.rank} on {socket.gethostname()} was killed by "
+              f"{signal.Signals(number).name}{hint}", file=sys.stderr)  # fmt: skip
+        return STATUS_FAILED
+    left = [json.loads(path.read_text()) for path in errors.glob("*.json")]
+    if left:
+        first = min(left, key=lambda entry: entry["time"])
+        print(first["traceback"] + first["line"], file=sys.stderr)
+        return int(first["status"])
+    child, status = failed[0]
+    if status not in (STATUS_FAILED, STATUS_BAD_INPUT):
+        print(f"error: rank {child.rank} on {socket.gethostname()} exited with status {status}",
+              file=sys.stderr)  # fmt: skip
+    return STATUS_BAD_INPUT if status == STATUS_BAD_INPUT else STATUS_FAILED
+
+
+def run_rank(body: Callable[[], Any], ranks: Ranks) -> int:
+    """Run `body` as a rank and turn how it ends into an exit status and one `error:` line.
+
+    Where `launch` or a spawning parent supervises, the line is left for it, which shows the first
+    failure and not the ones that follow from it.
+    """
+    if "RECIPES_ERROR_DIR" in os.environ:
+        _die_with_parent()
+    try:
+        body()
+        return STATUS_FINISHED
+    except StopRequested:
+        return STATUS_STOPPED
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:  # the outermost frame of a rank: every failure becomes a status
+        return report(error, ranks)
+
+
+def report(error: Exception, ranks: Ranks) -> int:
+    """Show `error` to the person, or leave it for the supervisor; return its exit status."""
+    status = STATUS_BAD_INPUT if isinstance(error, InputError) else STATUS_FAILED
+    message = " ".join(_own_message(error).split())
+    where = f"rank {ranks.rank} on {socket.gethostname()}: "
+    line = f"error: {'' if status == STATUS_BAD_INPUT else where}{message}"
+    expected = isinstance(error, InputError | TrainingError)
+    trace = "" if expected else "".join(traceback.format_exception(error))
+    folder = os.environ.get("RECIPES_ERROR_DIR")
+    if folder:
+        if not isinstance(error, PeerError):
+            entry = {"time": time.time(), "line": line, "traceback": trace, "status": status}
+            path = Path(folder) / f"{ranks.rank}.json"
+            path.with_suffix(".tmp").write_text(json.dumps(entry))
+            path.with_suffix(".tmp").rename(path)
+    elif isinstance(error, InputError):
+        if ranks.rank == 0 if getattr(error, "agreed", False) else ranks.local_rank == 0:
+            print(line, file=sys.stderr, flush=True)
+    elif not isinstance(error, PeerError):
+        print(trace + line, file=sys.stderr, flush=True)
+    return status
+
+
+def _own_message(error: Exception) -> str:
+    """The message without the traceback that a DataLoader worker wraps around it."""
+    text = str(error)
+    if "in DataLoader worker process" in text:
+        text = text.strip().splitlines()[-1]
+        text = text.split(": ", 1)[-1]
+    return text or type(error).__name__
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to kill this process when its launcher is gone: no orphan keeps a GPU."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

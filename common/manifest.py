@@ -1,0 +1,98 @@
+"""The manifest: what it takes to say that two runs were the same run."""
+
+import hashlib
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.group import gather
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Never the whole environment: it may hold credentials.
+_ENVIRONMENT = (
+    "CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "MKL_NUM_THREADS",
+    "NCCL_ALGO", "NCCL_IB_DISABLE", "NCCL_PROTO", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS",
+    "PYTHONHASHSEED", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_RESTART_COUNT",
+)  # fmt: skip
+
+
+def describe_run(device: torch.device, seed: int, data_fingerprint: str) -> dict[str, Any]:
+    """Everything outside the options that a result may depend on. Calls a collective.
+
+    Args:
+        device: of this rank.
+        seed: of the run.
+        data_fingerprint: from `common.data.load_data`.
+    """
+    cuda = device.type == "cuda"
+    gpu = torch.cuda.get_device_name(device) if cuda else None
+    hosts = gather((socket.gethostname(), gpu))
+    commit, diff = _git("rev-parse", "HEAD"), _git("diff", "HEAD")
+    lock = Path(sys.prefix) / "lock.txt"  # put there by the Makefile, with what it installed
+    return {
+        "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
+        "git_commit": commit,
+        "git_dirty": bool(diff) if commit else None,
+        "git_diff_sha256": hashlib.sha256(diff.encode()).hexdigest() if diff else None,
+        "lock_sha256": hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else None,
+        "image_digest": os.environ.get("RECIPES_IMAGE_DIGEST"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": version("torchvision"),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "driver": _driver() if cuda else None,
+        "gpus": [name for _, name in hosts if name],
+        "cpu": _cpu_model(),
+        "world_size": len(hosts),
+        "hosts": sorted({host for host, _ in hosts}),
+        "seed": seed,
+        "determinism": {
+            "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+            "cudnn_deterministic": torch.backends.cudnn.deterministic,
+            "cudnn_benchmark": torch.backends.cudnn.benchmark,
+            "matmul_precision": torch.get_float32_matmul_precision(),
+            "cpu_threads": torch.get_num_threads(),
+        },
+        "environment": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+        "data_fingerprint": data_fingerprint,
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _driver() -> str | None:
+    try:
+        return subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True, text=True, timeout=20, check=True,
+        ).stdout.split()[0]  # fmt: skip
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), "")

@@ -1,0 +1,68 @@
+"""Batch size, learning rate and its schedule, as given and never multiplied in secret."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """How long, with which batch and which steps."""
+
+    epochs: int = 12
+    """Passes over the training data [epochs]; also the length of the cosine schedule."""
+    max_steps: int | None = None
+    """Stop after this many optimizer steps in all [steps], with the schedule left as it is."""
+    global_batch_size: int | None = None
+    """Samples a step over all ranks [samples]. None: 96, or world size x --batch-size-per-rank."""
+    batch_size_per_rank: int | None = None
+    """The other way to say it: samples a step on each rank [samples]."""
+    lr: float = 0.1
+    """Learning rate at its highest, used as given."""
+    scale_lr: int | None = None
+    """Linear scaling rule: use lr x global batch size / SCALE_LR [samples], reached by warm-up."""
+    warmup_epochs: float = 0.0
+    """Raise the learning rate linearly from 0 over this long [epochs]."""
+    lrf: float = 0.01
+    """Final learning rate as a share of lr, reached by a cosine."""
+    momentum: float = 0.9
+    """Of SGD."""
+    weight_decay: float = 5e-3
+    """Of SGD, on every trained parameter."""
+
+    def __post_init__(self) -> None:
+        """Refuse combinations that mean nothing."""
+        if self.global_batch_size is not None and self.batch_size_per_rank is not None:
+            raise ValueError("give --global-batch-size or --batch-size-per-rank, not both")
+        for name, minimum in (
+            ("epochs", 1), ("max_steps", 1), ("global_batch_size", 1), ("batch_size_per_rank", 1),
+            ("scale_lr", 1), ("warmup_epochs", 0), ("momentum", 0), ("weight_decay", 0),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and not value >= minimum:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least {minimum}: {value}")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"--lr must be positive and finite, got {self.lr}")
+        if not 0 <= self.lrf <= 1:
+            raise ValueError(f"--lrf is a share of lr, 0 to 1, got {self.lrf}")
+        if self.scale_lr is not None and self.warmup_epochs == 0:
+            raise ValueError("--scale-lr reaches its rate by warm-up: give --warmup-epochs too")
+
+    def total_batch_size(self, world_size: int) -> int:
+        """Samples a step over all ranks."""
+        if self.batch_size_per_rank is not None:
+            return self.batch_size_per_rank * world_size
+        return self.global_batch_size or 96
+
+    def learning_rate(self, step: int, steps_per_epoch: int, global_batch_size: int) -> float:
+        """The rate that optimizer step `step` (from 0) uses: a pure function, so nothing to resume.
+
+        Sources: linear scaling with warm-up, Goyal et al. 2017 (arXiv 1706.02677), section 2;
+        cosine, Loshchilov & Hutter 2016 (arXiv 1608.03983), equation 5.
+        """
+        peak = self.lr * (global_batch_size / self.scale_lr if self.scale_lr else 1)
+        warmup = round(self.warmup_epochs * steps_per_epoch)
+        if step < warmup:
+            return peak * (step + 1) / warmup
+        rest = max(1, self.epochs * steps_per_epoch - 1 - warmup)
+        cosine = (1 + math.cos(math.pi * min(1.0, (step - warmup) / rest))) / 2
+        return peak * (self.lrf + (1 - self.lrf) * cosine)

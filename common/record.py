@@ -1,0 +1,249 @@
+"""The run's record: the folder that a run leaves (README.md, "What a run leaves")."""
+
+import hashlib
+import json
+import logging
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from common.errors import InputError
+from common.group import agreed, broadcast
+from common.ranks import Ranks
+from common.snapshot import TrainingState, list_snapshots, refuse_mismatch
+
+log = logging.getLogger("recipes")
+
+# Options that change where, how fast or how long a run goes, but no number in it. The data's
+# fingerprint stands for its path, and the resolved batch for the two ways to give it.
+_FREE = {
+    "output_dir", "resume", "snapshot_every", "keep_snapshots", "log_every", "epoch_weights",
+    "max_steps", "num_workers", "loader", "pin_memory", "download", "verify_images", "data_path",
+    "device", "backend", "timeout_s", "global_batch_size", "batch_size_per_rank",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where the run goes, on what, and what it leaves."""
+
+    output_dir: Path | None = None
+    """Folder of the run. None: runs/NAME/UTC-TIME. The same folder again goes on with its run."""
+    resume: Literal["auto", "never"] | Path = "auto"
+    """auto: the newest sound snapshot in --output-dir; never: none; or a snapshot file."""
+    snapshot_every: int = 0
+    """Write a snapshot every so many steps [steps]; 0 at the end of each epoch only."""
+    keep_snapshots: int = 3
+    """How many of the newest snapshots stay [files]."""
+    log_every: int = 10
+    """Write a line of metrics every so many steps [steps]; the loss is averaged over ranks."""
+    epoch_weights: bool = False
+    """Keep the weights of each epoch in weights/."""
+    seed: int = 0
+    """Of weights, data order, augmentation and split."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes a GPU where there is one, and says which."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """auto: nccl on GPUs, gloo on CPUs. gloo lets several ranks share a GPU."""
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """Of the arithmetic; bf16 and fp16 are mixed, fp16 with a loss scaler."""
+    deterministic: bool = True
+    """Deterministic kernels only: the same command gives the same bits."""
+    cpu_threads: int = 1
+    """Threads of a CPU operation in each rank [threads]; another number gives other bits."""
+    timeout_s: float = 600.0
+    """How long a rank waits for its peers before it gives up [s]."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that mean nothing."""
+        for name, minimum in (
+            ("snapshot_every", 0), ("keep_snapshots", 1), ("log_every", 1), ("seed", 0),
+            ("cpu_threads", 1), ("timeout_s", 1),
+        ):  # fmt: skip
+            if getattr(self, name) < minimum:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} must be at least {minimum}: {getattr(self, name)}"
+                )
+
+
+class Run:
+    """One run's folder. Every rank has one of these; rank 0 alone writes."""
+
+    def __init__(
+        self, recipe: str, options: RunOptions, ranks: Ranks, device: torch.device
+    ) -> None:
+        """Make the folder if need be and write nothing over. Calls collectives.
+
+        Raises:
+            InputError: a folder that cannot be written.
+        """
+        stamp = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
+        self.folder = broadcast(options.output_dir or Path("runs") / recipe / stamp)
+        self.snapshots = self.folder / "snapshots"
+        self.recipe, self.ranks = recipe, ranks
+        self._started_s = time.monotonic()
+        self._metrics: Any = None
+        self._tensorboard: Any = None
+        with agreed():
+            try:
+                (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+                file = logging.FileHandler(self.folder / "logs" / f"rank_{ranks.rank}.log")
+            except OSError as error:
+                raise InputError(
+                    f"--output-dir {self.folder} cannot be written: {error}"
+                ) from error
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        log.addHandler(file)
+        why = " (no GPU visible)" if (options.device, device.type) == ("auto", "cpu") else ""
+        log.info(
+            f"{recipe}: world_size {ranks.world_size} (launcher: {ranks.launcher}), "
+            f"device {device.type}{why}, backend {dist.get_backend()}, {options.precision}"
+        )
+
+    def identity(self, config: Any, global_batch_size: int, fingerprint: str) -> dict[str, Any]:
+        """The options that must be the same for a snapshot to be of this run."""
+        return {
+            "recipe": self.recipe,
+            **_decisive(flatten(config)),
+            "total_batch_size": global_batch_size,
+            "data_fingerprint": fingerprint,
+        }
+
+    def begin(
+        self,
+        config: Any,
+        manifest: dict[str, Any],
+        state: TrainingState,
+        class_names: list[str],
+    ) -> None:
+        """Write config and manifest and open the metrics, cut back to the resumed position.
+
+        Raises:
+            InputError: the folder holds another run without snapshots.
+        """
+        with agreed():
+            if self.ranks.is_main:
+                held, ours = self.folder / "config.json", {"recipe": self.recipe, **flatten(config)}
+                if held.is_file() and not list_snapshots(self.snapshots):
+                    theirs = json.loads(held.read_text())
+                    refuse_mismatch(_decisive(theirs), _decisive(ours), f"folder {self.folder}")
+                _write_json(held, ours)
+                _write_json(self.folder / "manifest.json", manifest)
+                _write_json(self.folder / "class_indices.json", dict(enumerate(class_names)))
+                self._metrics = (self.folder / "metrics.jsonl").open("ab")
+                self._metrics.truncate(state.metrics_bytes)
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._tensorboard = SummaryWriter(
+                    str(self.folder / "tensorboard"), purge_step=state.step + 1
+                )
+
+    def metrics(self, step: int, epoch: int, **values: float) -> None:
+        """Add a line to metrics.jsonl and the scalars to TensorBoard; rank 0 only acts."""
+        if not self.ranks.is_main:
+            return
+        line = json.dumps({"step": step, "epoch": epoch, **values})
+        self._metrics.write(line.encode() + b"\n")
+        self._metrics.flush()
+        names = {"loss": "loss", "val_accuracy": "accuracy", "lr": "learning_rate",
+                 "samples_per_s": "samples_per_s", "val_loss": "val_loss"}  # fmt: skip
+        for key, name in names.items():
+            if key in values:
+                self._tensorboard.add_scalar(name, values[key], step)
+
+    @property
+    def metrics_bytes(self) -> int:
+        """Length of metrics.jsonl so far; 0 on other ranks."""
+        return int(self._metrics.tell()) if self._metrics else 0
+
+    def save_epoch_weights(self, state_dict: dict[str, Tensor], epoch: int) -> None:
+        """Keep the weights as they are after `epoch`; rank 0 only acts."""
+        if self.ranks.is_main:
+            save_weights(state_dict, self.folder / "weights" / f"epoch_{epoch:04d}.pt")
+
+    def finish(self, state_dict: dict[str, Tensor], **summary: Any) -> None:
+        """Write model.pt and summary.json and print the table; rank 0 only acts."""
+        if not self.ranks.is_main:
+            return
+        weights = {name: value.detach().cpu() for name, value in state_dict.items()}
+        save_weights(weights, self.folder / "model.pt")
+        content = {
+            "recipe": self.recipe,
+            "world_size": self.ranks.world_size,
+            **summary,
+            "elapsed_s": round(time.monotonic() - self._started_s, 3),
+            "weights_sha256": weights_sha256(weights),
+        }
+        _write_json(self.folder / "summary.json", content)
+        self._tensorboard.close()
+        self._metrics.close()
+        width = max(map(len, content))
+        rows = [f"  {name:<{width}}  {_shown(name, value)}" for name, value in content.items()]
+        log.info("\n".join(["", *rows, f"  {'output_dir':<{width}}  {self.folder}", ""]))
+
+
+def set_up_logs(ranks: Ranks) -> None:
+    """Rank 0 talks to the person; the others write to files only (see `Run`)."""
+    log.handlers.clear()
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    if ranks.is_main:
+        log.addHandler(_Terminal())
+
+
+class _Terminal(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        mark = "warning: " if record.levelno >= logging.WARNING else ""
+        tqdm.write(f"{mark}{record.getMessage()}", file=sys.stdout)  # leaves progress bars whole
+        sys.stdout.flush()
+
+
+def flatten(config: Any) -> dict[str, Any]:
+    """A config dataclass of option groups as one flat dict of JSON values."""
+    flat: dict[str, Any] = {}
+    for name, value in asdict(config).items():
+        flat.update(value if isinstance(value, dict) else {name: value})
+    return {k: str(v) if isinstance(v, Path) else v for k, v in flat.items()}
+
+
+def _decisive(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in _FREE}
+
+
+def weights_sha256(state_dict: dict[str, Tensor]) -> str:
+    """SHA-256 over names, dtypes, shapes and little-endian bytes, in the state_dict's order."""
+    digest = hashlib.sha256()
+    for name, value in state_dict.items():
+        tensor = value.detach().cpu().contiguous()
+        digest.update(name.encode() + str(tensor.dtype).encode() + str(tensor.shape).encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def save_weights(weights: dict[str, Tensor], path: Path) -> None:
+    """Save a state_dict by a temporary file and a rename."""
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    torch.save(weights, temporary)
+    temporary.rename(path)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.rename(path)
+
+
+def _shown(name: str, value: Any) -> str:
+    if name == "peak_memory_bytes":
+        return ", ".join(f"{b / 2**20:,.0f} MiB" for b in value)
+    if isinstance(value, float):
+        return f"{value:,.4f}" if abs(value) < 100 else f"{value:,.0f}"
+    return str(value)

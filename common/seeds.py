@@ -1,0 +1,81 @@
+"""Where randomness comes from, and what else decides the bits of a result."""
+
+import os
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def set_determinism(*, deterministic: bool, cpu_threads: int) -> None:
+    """Choose the kernels and thread counts that decide a result's bits; call before any CUDA work.
+
+    Args:
+        deterministic: use deterministic kernels only, and raise where an operation has none.
+        cpu_threads: intra-op threads of this process. Sums on a CPU are cut by thread, so another
+            number gives other bits: it is an option, never the machine's number of cores.
+
+    Source: PyTorch, "Reproducibility".
+    """
+    torch.set_num_threads(cpu_threads)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.deterministic = deterministic
+    torch.backends.cudnn.benchmark = not deterministic
+
+
+def mix(*parts: int) -> int:
+    """One 64-bit seed from several non-negative numbers; near inputs give unrelated seeds.
+
+    Source: NumPy's SeedSequence, which pads with zeros: the count keeps (1,) and (1, 0) apart.
+    """
+    return int(np.random.SeedSequence([len(parts), *parts]).generate_state(1, np.uint64)[0])
+
+
+def seed_everything(*parts: int) -> None:
+    """Seed Python's, NumPy's and torch's generators (all devices) from `parts`."""
+    seed = mix(*parts)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def rng_state() -> dict[str, Any]:
+    """This process's generator states, as plain values and tensors (`weights_only` loads them)."""
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, internal, gauss_next = random.getstate()
+    return {
+        "python": (version, list(internal), gauss_next),
+        "numpy": (str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position),
+                  int(has_gauss), float(gauss)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+    }  # fmt: skip
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put back what `rng_state` took."""
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    name, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def mixed_precision(
+    precision: str, device: torch.device
+) -> tuple[torch.dtype, torch.autocast, torch.amp.GradScaler]:
+    """What `--precision` stands for: the parameters' dtype, an autocast context, a loss scaler.
+
+    Source: PyTorch, "Automatic Mixed Precision".
+    """
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    return (
+        torch.float64 if precision == "fp64" else torch.float32,
+        torch.autocast(device.type, low or torch.bfloat16, enabled=low is not None),
+        torch.amp.GradScaler(device.type, enabled=precision == "fp16"),
+    )

@@ -1,0 +1,254 @@
+"""Snapshots: the full training state on disk, written atomically, never trusted unchecked.
+
+One file a snapshot, `step_00000120.<first 16 hex digits of its SHA-256>.pt`: the checksum is part of
+the name, so that one rename publishes both.
+"""
+
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from common.errors import InputError, TrainingError
+from common.group import agreed, broadcast, gather
+from common.seeds import rng_state, seed_everything, set_rng_state
+
+FORMAT = 1
+log = logging.getLogger("recipes")
+
+
+@dataclass
+class TrainingState:
+    """Everything that training changes: what a snapshot must hold for an exact resume.
+
+    The learning rate is a pure function of `step`, and so has no state.
+    """
+
+    model: nn.Module
+    """Unwrapped, so that no name begins with `module.`."""
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    loss_sum: Tensor
+    """This rank's sum of step losses in the epoch so far, a scalar on the device."""
+    epoch: int = 0
+    batch: int = 0
+    """Batches done of the epoch."""
+    step: int = 0
+    """Optimizer steps done since the beginning."""
+    metrics_bytes: int = 0
+    """Length of metrics.jsonl at this moment."""
+
+    def save(self, folder: Path, identity: Mapping[str, Any], keep: int) -> Path:
+        """Write a snapshot by rank 0; every rank calls it, after the same step.
+
+        Args:
+            folder: of the run's snapshots.
+            identity: the options that must be the same when it is loaded.
+            keep: how many of the newest are left in the folder.
+
+        Returns:
+            The file, on every rank.
+
+        Raises:
+            TrainingError: a loss that is not finite (the last good snapshot stays the newest), or
+                a file that cannot be written.
+        """
+        mine = {"rng": rng_state(), "loss_sum": self.loss_sum.item()}
+        ranks = gather(mine)
+        refuse_non_finite([r["loss_sum"] for r in ranks], self.step, folder)
+        path = None
+        with agreed():
+            if dist.get_rank() == 0:
+                path = write(
+                    folder,
+                    self.step,
+                    {
+                        "format": FORMAT,
+                        "identity": dict(identity),
+                        "world_size": len(ranks),
+                        "ranks": ranks,
+                        "model": self.model.state_dict(),
+                        "optimizer": self.optimizer.state_dict(),
+                        "scaler": self.scaler.state_dict(),
+                        **{k: getattr(self, k) for k in ("epoch", "batch", "step", "metrics_bytes")},
+                    },
+                )
+                for old in list_snapshots(folder)[keep:]:
+                    old.unlink()
+        found = broadcast(path)
+        assert found is not None
+        return found
+
+    def next_epoch(self) -> None:
+        """Move to the first batch of the next epoch."""
+        self.epoch, self.batch = self.epoch + 1, 0
+        self.loss_sum.zero_()
+
+    def resume(self, found: dict[str, Any], seed: int) -> None:
+        """Take over a snapshot's state; every rank calls it.
+
+        On another number of ranks the model, optimizer and position go on exactly, and so does the
+        order of samples; each rank's random generators then start from (seed, rank, step).
+        """
+        self.model.load_state_dict(found["model"])
+        self.optimizer.load_state_dict(found["optimizer"])
+        self.scaler.load_state_dict(found["scaler"])
+        for name in ("epoch", "batch", "step", "metrics_bytes"):
+            setattr(self, name, found[name])
+        rank = dist.get_rank()
+        if found["world_size"] == dist.get_world_size():
+            set_rng_state(found["ranks"][rank]["rng"])
+            self.loss_sum.fill_(found["ranks"][rank]["loss_sum"])
+        else:
+            seed_everything(seed, rank, self.step)
+            total = sum(entry["loss_sum"] for entry in found["ranks"]) / found["world_size"]
+            self.loss_sum.fill_(total)
+            log.warning(
+                f"the snapshot is of {found['world_size']} ranks, this run has "
+                f"{dist.get_world_size()}: it goes on at the same sample, not with the same bits"
+            )
+
+
+def refuse_non_finite(loss_sums: list[float], step: int, folder: Path) -> None:
+    """Raise on every rank if any rank's loss is not finite.
+
+    Args:
+        loss_sums: each rank's, in rank order, the same list on every rank.
+        step: optimizer steps done, for the message.
+        folder: of the snapshots, for the message.
+
+    Raises:
+        TrainingError: names the ranks and the snapshot to go on from.
+    """
+    bad = [rank for rank, value in enumerate(loss_sums) if not torch.tensor(value).isfinite()]
+    if bad:
+        names = [path.name for path in list_snapshots(folder)[:1]] or ["none was written yet"]
+        raise TrainingError(
+            f"the loss is not finite on rank {', '.join(map(str, bad))} by step {step}: "
+            f"try a lower --lr or a --warmup-epochs; last good snapshot: {names[0]}"
+        )
+
+
+def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
+    """Write `content` to a temporary file, flush it to the disk, then rename it.
+
+    Raises:
+        TrainingError: the file cannot be written; what was there before is untouched.
+    """
+    temporary = folder / f"step_{step:08d}.{os.getpid()}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        path = folder / f"step_{step:08d}.{_digest(temporary)}.pt"
+        temporary.rename(path)
+        directory = os.open(folder, os.O_RDONLY)
+        os.fsync(directory)
+        os.close(directory)
+    except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
+        temporary.unlink(missing_ok=True)
+        raise TrainingError(
+            f"cannot write a snapshot into {folder} ({str(error).splitlines()[0]}): make room, then "
+            "run the same command to go on from the last one"
+        ) from error
+    return path
+
+
+def list_snapshots(folder: Path) -> list[Path]:
+    """Snapshot files by step, the newest first, unchecked."""
+    return sorted(folder.glob("step_????????.????????????????.pt"), reverse=True)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Load one snapshot onto the CPU after comparing its checksum.
+
+    Raises:
+        InputError: missing, torn, altered, of no snapshot format or of a newer one.
+    """
+    if not path.is_file():
+        raise InputError(f"snapshot {path} is no file")
+    expected = re.search(r"\.([0-9a-f]{16})\.pt$", path.name)
+    if not expected:
+        raise InputError(f"{path} is not named like a snapshot (step_NNNNNNNN.CHECKSUM.pt)")
+    if _digest(path) != expected[1]:
+        raise InputError(f"snapshot {path} is torn or altered: its checksum is not {expected[1]}")
+    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    if content.get("format") != FORMAT:
+        raise InputError(
+            f"snapshot {path} has format {content.get('format')}, this code reads {FORMAT}: "
+            "go on with the version of the code that wrote it"
+        )
+    return content
+
+
+def find(resume: str | Path, folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The snapshot to go on from, read by rank 0 and given to every rank; None to begin anew.
+
+    Args:
+        resume: "auto" for the newest sound one in `folder`, "never", or a file.
+        folder: of the run's snapshots.
+        identity: the options that must be those of the snapshot.
+
+    Raises:
+        InputError: a named file that is unsound, a folder with unsound ones only, other options,
+            or "never" with a folder that holds snapshots, which would be written over.
+    """
+    found = None
+    with agreed():
+        if dist.get_rank() == 0:
+            found = _find(resume, folder)
+            if found is not None:
+                refuse_mismatch(found["identity"], identity, f"the snapshot in {folder}")
+    return broadcast(found)
+
+
+def _find(resume: str | Path, folder: Path) -> dict[str, Any] | None:
+    if isinstance(resume, Path):
+        return read(resume)
+    candidates = list_snapshots(folder)
+    if resume == "never":
+        if candidates:
+            raise InputError(
+                f"--resume never, but {folder} holds snapshots: choose another --output-dir"
+            )
+        return None
+    for left in folder.glob("*.tmp"):
+        left.unlink()
+    for path in candidates:
+        try:
+            found = read(path)
+        except InputError as error:
+            log.warning(f"{error}; trying the one before")
+            continue
+        log.info(f"resuming from {path.name}")
+        return found
+    if candidates:
+        raise InputError(
+            f"none of the {len(candidates)} snapshots in {folder} is sound: "
+            "choose another --output-dir to begin anew"
+        )
+    return None
+
+
+def refuse_mismatch(theirs: Mapping[str, Any], ours: Mapping[str, Any], what: str) -> None:
+    """Raise InputError naming every option in which `theirs` and `ours` differ."""
+    names = sorted(theirs.keys() | ours.keys())
+    different = [n for n in names if theirs.get(n) != ours.get(n)]
+    if different:
+        detail = "; ".join(f"{n} {theirs.get(n)!r} there, {ours.get(n)!r} here" for n in different)
+        raise InputError(f"{what} is of another run ({detail}): choose another --output-dir")
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""Recipes: one folder each, listed by `python -m recipes`."""

@@ -1,0 +1,48 @@
+"""The front door: `python -m recipes [NAME [options]]`."""
+
+import ast
+import difflib
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from common.errors import STATUS_BAD_INPUT
+from recipes import cli
+
+
+def recipes() -> dict[str, tuple[str, str]]:
+    """Name to (first line of the docstring, how it is launched), read without importing torch."""
+    found = {}
+    for path in sorted(Path(__file__).parent.glob("*/train.py")):
+        module = ast.parse(path.read_text())
+        launched = next(
+            ast.literal_eval(node.value)
+            for node in module.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAUNCHED"
+        )
+        first = (ast.get_docstring(module) or "").splitlines()[0]
+        found[path.parent.name] = (first, launched)
+    return found
+
+
+def main() -> int:
+    """List the recipes, or run one."""
+    known = recipes()
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        print("usage: python -m recipes NAME [--nproc N] [options]   (NAME --help lists them)\n")
+        for recipe, (line, launched) in known.items():
+            print(f"  {recipe:<20} {line}\n  {'':<20} launched: {cli.LAUNCHED[launched]}")
+        return 0
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        print(f"error: no recipe {name!r}: {hint}", file=sys.stderr)
+        return STATUS_BAD_INPUT
+    if known[name][1] == "ranks":
+        return cli.start(name, arguments)
+    return int(import_module(f"recipes.{name}.train").main(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""From a command line to a running recipe. Imports no torch, so that a launcher starts at once."""
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, make_dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+from common.errors import InputError
+from common.launch import launch, report, run_rank
+from common.ranks import Ranks, resolve
+
+C = TypeVar("C")
+
+LAUNCHED = {
+    "ranks": "a process a device, started by this command, torchrun, srun or mpirun",
+    "spawn": "a process a device, started by the recipe itself, or as ddp_launch",
+}
+"""What a recipe's constant LAUNCHED may say, and what that means."""
+
+_HINTS = {
+    "'mpi'": "PyTorch's wheels are built without MPI; mpirun as a launcher works with gloo",
+}
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """How many processes this command starts. Under torchrun, srun or mpirun: none, it is one."""
+
+    nproc: int | None = None
+    """Processes on this machine. None: the number of visible GPUs, or 2 where there is none."""
+    nnodes: int = 1
+    """Hosts; the command is started on each."""
+    node_rank: int = 0
+    """This host among them, from 0."""
+    master_addr: str | None = None
+    """Address of host 0 that the others can reach. None: MASTER_ADDR, or this machine."""
+    master_port: int | None = None
+    """Port of host 0. None: MASTER_PORT, or a free one where there is one host."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be started."""
+        if self.nproc is not None and self.nproc < 1:
+            raise ValueError(f"--nproc must be at least 1, got {self.nproc}")
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ValueError(f"--node-rank {self.node_rank} must lie in 0..{self.nnodes - 1}")
+        if self.nnodes > 1 and (self.master_addr or os.environ.get("MASTER_ADDR")) is None:
+            raise ValueError("several hosts need --master-addr, host 0's address")
+
+    @property
+    def processes(self) -> int:
+        """Processes to start on this machine."""
+        return self.nproc or _visible_gpus() or 2
+
+
+def start(name: str, arguments: Sequence[str]) -> int:
+    """Run a recipe whose ranks are processes started from outside, by us where nobody did.
+
+    Args:
+        name: of the recipe.
+        arguments: of its command line.
+
+    Returns:
+        The exit status.
+    """
+    try:
+        ranks, arguments = _resolve(arguments)
+        if ranks.launcher == "none" and not {"-h", "--help"} & set(arguments):
+            options, rest = _split(arguments)
+            if options.nnodes * options.processes > 1:
+                address = options.master_addr or os.environ.get("MASTER_ADDR") or "127.0.0.1"
+                port = options.master_port or int(os.environ.get("MASTER_PORT") or 0)
+                command = ["-m", "recipes", name, *rest]
+                return launch(command, options.processes, options.nnodes, options.node_rank,
+                              address, port)  # fmt: skip
+    except InputError as error:
+        return report(error, Ranks())
+    return int(import_module(f"recipes.{name}.train").main(arguments))
+
+
+def run(
+    name: str,
+    config_class: type[C],
+    train: Callable[[C, Ranks], None],
+    arguments: Sequence[str],
+    spawn: Callable[[C, int], int] | None = None,
+) -> int:
+    """Parse the options and run `train` in this process, or `spawn` where it is no rank yet.
+
+    Args:
+        name: of the recipe, for the usage line.
+        config_class: dataclass of option groups.
+        train: the recipe.
+        arguments: of the command line.
+        spawn: starts the ranks from (config, nproc) and returns their exit status.
+
+    Returns:
+        The exit status.
+    """
+    ranks = Ranks()
+    try:
+        ranks, arguments = _resolve(arguments)
+        options, config = parse(name, config_class, arguments)
+        if ranks.launcher != "none":
+            if options.nproc not in (None, ranks.local_world_size):
+                raise InputError(
+                    f"--nproc {options.nproc}, but this process is already one of "
+                    f"{ranks.local_world_size} that {ranks.launcher} started here: leave it out"
+                )
+        elif spawn is not None:
+            if options.nnodes > 1:
+                raise InputError(f"{name} starts processes on this machine only: use ddp_launch")
+            return spawn(config, options.processes)
+        elif options.nnodes * options.processes > 1:
+            return start(name, arguments)
+    except InputError as error:
+        return report(error, ranks)
+    return run_rank(lambda: train(config, ranks), ranks)
+
+
+def parse(name: str, config_class: type[C], arguments: Sequence[str]) -> tuple[LaunchOptions, C]:
+    """The options as dataclasses; `--help` prints and exits.
+
+    Raises:
+        InputError: unknown options, wrong values or combinations.
+    """
+    import tyro
+
+    both: Any = make_dataclass(
+        "Options",
+        [("launch", LaunchOptions, LaunchOptions()), ("recipe", config_class, config_class())],
+        frozen=True,
+    )
+    both.__doc__ = sys.modules[config_class.__module__].__doc__
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            options = tyro.cli(
+                both,
+                prog=f"python -m recipes {name}",
+                args=list(arguments),
+                config=(tyro.conf.OmitArgPrefixes,),
+            )
+    except SystemExit as end:
+        if end.code in (0, None):
+            raise
+        raise InputError(_one_line(said.getvalue())) from None
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    return options.launch, options.recipe
+
+
+def _one_line(box: str) -> str:
+    """tyro frames its errors in a box: its first paragraph and what it suggests, as one line."""
+    text = re.sub(r"[─╭╮╰╯│]+", " ", re.split(r"│ ─+ │\n", box.split("\n", 1)[-1])[0])
+    similar = re.search(r"│\s+(--[\w-]+)", box.split("Perhaps you meant", 1)[-1])
+    if "Perhaps you meant" in box and similar:
+        text += f" (perhaps you meant {similar[1]})"
+    text = " ".join(text.split()).removesuffix(".")
+    hint = next((hint for part, hint in _HINTS.items() if part in text), None)
+    return f"{text}{f'. {hint}' if hint else ''}. --help lists the options"
+
+
+def _resolve(arguments: Sequence[str]) -> tuple[Ranks, list[str]]:
+    """Ranks, and the arguments without the `--local-rank` that torch.distributed.launch adds."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--local-rank", "--local_rank", type=int)
+    known, rest = parser.parse_known_args(list(arguments))
+    return resolve(local_rank_argument=known.local_rank), rest
+
+
+def _split(arguments: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
+    """The launch options, and the rest for the ranks, who check it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for option, kind in (("nproc", int), ("nnodes", int), ("node-rank", int),
+                         ("master-addr", str), ("master-port", int)):  # fmt: skip
+        names = (f"--{option}", f"--{option.replace('-', '_')}")
+        parser.add_argument(*dict.fromkeys(names), type=kind, default=argparse.SUPPRESS)
+    try:
+        known, rest = parser.parse_known_args(list(arguments))
+        return LaunchOptions(**vars(known)), rest
+    except (argparse.ArgumentError, ValueError) as error:
+        raise InputError(str(error)) from None
+
+
+def _visible_gpus() -> int:
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
+        return 0  # without asking torch, whose import takes a second
+    import torch
+
+    return torch.cuda.device_count()
+
+
