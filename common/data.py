@@ -107,9 +107,7 @@ def make_loaders(
     Raises:
         InputError: a batch that the world size does not divide or the data cannot fill.
     """
-    batches = GlobalBatches(
-        len(data.train), global_batch_size, seed, ranks.rank, ranks.world_size
-    )
+    batches = GlobalBatches(len(data.train), global_batch_size, seed, ranks.rank, ranks.world_size)
     held_out = fixed_batches(len(data.val), EVAL_BATCH_SIZE, ranks.rank, ranks.world_size)
     pin = options.pin_memory and device.type == "cuda"
     workers = options.num_workers
@@ -125,7 +123,7 @@ def _open(options: DataOptions, seed: int, ranks: Ranks) -> Data:
 
         digits = load_digits()
         images = (torch.from_numpy(digits.images).float()[:, None] / 16 - 0.305) / 0.376
-        order = np.random.Generator(np.random.PCG64(mix(seed))).permutation(len(images))
+        order = np.random.Generator(np.random.PCG64(mix(seed))).permutation(len(images)).tolist()
         arrays = _Arrays(_resized(images, options.image_size), digits.target)
         cut = len(order) * 4 // 5
         names = [str(n) for n in digits.target_names]
@@ -247,7 +245,9 @@ class _ImageFiles:
             with Image.open(path) as image:
                 return image.convert("RGB"), label
         except (OSError, SyntaxError) as error:  # Pillow raises SyntaxError on some broken PNGs
-            raise TrainingError(f"cannot read {path}, which was there at the start: {error}") from None
+            raise TrainingError(
+                f"cannot read {path}, which was there at the start: {error}"
+            ) from None
 
 
 def _image_folder(options: DataOptions, seed: int, ranks: Ranks) -> Data:
@@ -258,6 +258,8 @@ def _image_folder(options: DataOptions, seed: int, ranks: Ranks) -> Data:
     split = [root / "train", root / "val"] if (root / "train").is_dir() else [root]
     names = _class_names(split[0])
     files = [_list_images(folder, names) for folder in split]
+    train: Sequence[int]
+    val: Sequence[int]
     if len(split) == 1:
         train, val = _split_by_class(files[0], seed)
     else:

@@ -125,7 +125,6 @@ def _connect(ranks: Ranks, timeout_s: float) -> dist.Store:
     loopback = all(str(entry[4][0]).startswith(("127.", "::1")) for entry in found)
     if several_hosts and loopback:
         timeout_s = min(timeout_s, _LOOPBACK_PATIENCE_S)
-    options = {} if ranks.listen_fd is None else {"master_listen_fd": ranks.listen_fd}
     try:
         return dist.TCPStore(
             address,
@@ -133,7 +132,7 @@ def _connect(ranks: Ranks, timeout_s: float) -> dist.Store:
             ranks.world_size,
             is_master=ranks.rank == 0,
             timeout=datetime.timedelta(seconds=timeout_s),
-            **options,
+            master_listen_fd=ranks.listen_fd,
         )
     except RuntimeError as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):

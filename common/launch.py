@@ -68,6 +68,13 @@ def listen(address: str, port: int) -> socket.socket:
         ) from error
 
 
+def make_error_folder() -> Path:
+    """A folder in which the ranks started from here leave their errors for `supervise`."""
+    folder = tempfile.mkdtemp(prefix="recipes-")
+    os.environ["RECIPES_ERROR_DIR"] = folder
+    return Path(folder)
+
+
 def launch(
     arguments: Sequence[str],
     nproc: int,
@@ -96,7 +103,7 @@ def launch(
         raise InputError("several hosts need --master-port, the same free port on each command")
     store = listen(master_addr, master_port) if node_rank == 0 else None
     port = store.getsockname()[1] if store else master_port
-    errors = Path(tempfile.mkdtemp(prefix="recipes-"))
+    errors = make_error_folder()
     children: list[Child] = []
     for local_rank in range(nproc):
         rank = node_rank * nproc + local_rank
@@ -108,7 +115,6 @@ def launch(
             "LOCAL_WORLD_SIZE": str(nproc),
             "MASTER_ADDR": master_addr,
             "MASTER_PORT": str(port),
-            "RECIPES_ERROR_DIR": str(errors),
             "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")])),
         }
         pass_fds = []

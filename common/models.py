@@ -43,11 +43,17 @@ class ModelOptions:
 class ConvNet(nn.Module):
     """Three 3x3 convolutions, global average pooling and one linear layer."""
 
-    def __init__(self, channels: int, classes: int, norm: Callable[[int], nn.Module], dropout: float):
+    def __init__(
+        self, channels: int, classes: int, norm: Callable[[int], nn.Module], dropout: float
+    ):
         super().__init__()
         layers: list[nn.Module] = []
         for inputs, outputs in ((channels, 32), (32, 64), (64, 64)):
-            layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), norm(outputs), nn.ReLU()]
+            layers += [
+                nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
+                norm(outputs),
+                nn.ReLU(),
+            ]
         layers.insert(6, nn.MaxPool2d(2))
         self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
         self.dropout = nn.Dropout(dropout)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 class OptimizerOptions:
     """How long, with which batch and which steps."""
 
-    epochs: int = 12
+    epochs: int = 30
     """Passes over the training data [epochs]; also the length of the cosine schedule."""
     max_steps: int | None = None
     """Stop after this many optimizer steps in all [steps], with the schedule left as it is."""

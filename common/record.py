@@ -198,6 +198,14 @@ def set_up_logs(ranks: Ranks) -> None:
         log.addHandler(_Terminal())
 
 
+def progress_bar(total: int, initial: int, ranks: Ranks) -> "tqdm[Any]":
+    """A bar of steps on rank 0's stderr; twice a minute where that is a file and no terminal."""
+    interval_s = 0.1 if sys.stderr.isatty() else 30.0
+    return tqdm(
+        total=total, initial=initial, unit="step", mininterval=interval_s, disable=not ranks.is_main
+    )
+
+
 class _Terminal(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         mark = "warning: " if record.levelno >= logging.WARNING else ""

@@ -1,7 +1,7 @@
 """Snapshots: the full training state on disk, written atomically, never trusted unchecked.
 
-One file a snapshot, `step_00000120.<first 16 hex digits of its SHA-256>.pt`: the checksum is part of
-the name, so that one rename publishes both.
+One file a snapshot, `step_00000120.<first 16 hex digits of its SHA-256>.pt`: the checksum is part
+of the name, so that one rename publishes both.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ class TrainingState:
             TrainingError: a loss that is not finite (the last good snapshot stays the newest), or
                 a file that cannot be written.
         """
-        mine = {"rng": rng_state(), "loss_sum": self.loss_sum.item()}
+        mine: dict[str, Any] = {"rng": rng_state(), "loss_sum": self.loss_sum.item()}
         ranks = gather(mine)
         refuse_non_finite([r["loss_sum"] for r in ranks], self.step, folder)
         path = None
@@ -78,7 +78,9 @@ class TrainingState:
                         "model": self.model.state_dict(),
                         "optimizer": self.optimizer.state_dict(),
                         "scaler": self.scaler.state_dict(),
-                        **{k: getattr(self, k) for k in ("epoch", "batch", "step", "metrics_bytes")},
+                        **{
+                            k: getattr(self, k) for k in ("epoch", "batch", "step", "metrics_bytes")
+                        },
                     },
                 )
                 for old in list_snapshots(folder)[keep:]:
@@ -158,8 +160,8 @@ def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
     except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
         temporary.unlink(missing_ok=True)
         raise TrainingError(
-            f"cannot write a snapshot into {folder} ({str(error).splitlines()[0]}): make room, then "
-            "run the same command to go on from the last one"
+            f"cannot write a snapshot into {folder} ({str(error).splitlines()[0]}): make room, "
+            "then run the same command to go on from the last one"
         ) from error
     return path
 

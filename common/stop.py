@@ -32,7 +32,7 @@ class StopAgreement:
         self.requested = number
 
     def after(self, step: int) -> bool:
-        """Whether all ranks stop after `step` (counted up by one a call, the same on every rank)."""
+        """Whether all ranks stop after `step`, which goes up by one a call, alike on every rank."""
         if self._last_step < 0:
             self._last_step = step - 1
         if step < self._next_step:

@@ -167,9 +167,7 @@ def make_loader(
     if style == "stream" and isinstance(batches, GlobalBatches):
         # A stream's workers hold their own copy of the position, so each epoch starts them anew.
         return DataLoader(BatchStream(samples, batches), batch_size=None, **options)
-    return DataLoader(
-        samples, batch_sampler=batches, persistent_workers=num_workers > 0, **options
-    )
+    return DataLoader(samples, batch_sampler=batches, persistent_workers=num_workers > 0, **options)
 
 
 def _leave_signals_to_training(_worker: int) -> None:

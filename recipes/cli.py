@@ -195,5 +195,3 @@ def _visible_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-

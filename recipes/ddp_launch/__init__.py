@@ -1,0 +1,1 @@
+"""DistributedDataParallel, started by a launcher."""

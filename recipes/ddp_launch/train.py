@@ -1,8 +1,8 @@
 """DistributedDataParallel, a process a device, started by a launcher.
 
-Every rank holds a copy of the model and takes its slice of each global batch; gradients are averaged
-while the backward pass runs, so all copies take the same step. Use it whenever the model fits on
-one device, on one host or several; where it does not fit, split the model instead.
+Every rank holds a copy of the model and takes its slice of each global batch; gradients are
+averaged while the backward pass runs, so all copies take the same step. Use it whenever the model
+fits on one device, on one host or several; where it does not fit, split the model instead.
 
     make run RECIPE=ddp_launch                                 one machine, GPUs or CPUs
     torchrun --nproc-per-node 2 -m recipes.ddp_launch.train    the same, started by torchrun
@@ -25,7 +25,6 @@ if __package__ in (None, ""):  # started as a file: the repository is not on the
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 from common import snapshot
 from common.data import DataOptions, load_data, make_loaders
@@ -38,7 +37,7 @@ from common.measure import Throughput, peak_memory_bytes
 from common.models import ModelOptions, has_trained_batch_norm, prepare_model, set_train_mode
 from common.optim import OptimizerOptions
 from common.ranks import Ranks
-from common.record import Run, RunOptions, log, set_up_logs
+from common.record import Run, RunOptions, log, progress_bar, set_up_logs
 from common.seeds import mixed_precision, seed_everything, set_determinism
 from common.stop import StopAgreement
 from recipes import cli
@@ -129,9 +128,7 @@ def train(config: Config, ranks: Ranks) -> None:
         every_step = options.epochs * batches.steps_per_epoch
         last_step = min(options.max_steps or every_step, every_step)
         stop, speed = StopAgreement(), Throughput(device)
-        progress = tqdm(
-            total=last_step, initial=state.step, unit="step", disable=not ranks.is_main
-        )
+        progress = progress_bar(last_step, state.step, ranks)
 
         def save() -> None:
             nonlocal saved_step
@@ -149,9 +146,7 @@ def train(config: Config, ranks: Ranks) -> None:
                     group["lr"] = lr
                 with autocast:
                     logits = ddp(images.to(device, dtype, non_blocking=True))
-                    loss = nn.functional.cross_entropy(
-                        logits, labels.to(device, non_blocking=True)
-                    )
+                    loss = nn.functional.cross_entropy(logits, labels.to(device, non_blocking=True))
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
                 scaler.update()
@@ -182,8 +177,10 @@ def train(config: Config, ranks: Ranks) -> None:
             train_loss = sum(gather_number(state.loss_sum.item() / state.batch)) / ranks.world_size
             run.metrics(state.step, state.epoch, train_loss=train_loss, val_loss=result.loss,
                         val_accuracy=result.accuracy)  # fmt: skip
-            log.info(f"epoch {state.epoch + 1}/{options.epochs}: train_loss {train_loss:.4f}, "
-                     f"val_loss {result.loss:.4f}, val_accuracy {result.accuracy:.4f}")
+            log.info(
+                f"epoch {state.epoch + 1}/{options.epochs}: train_loss {train_loss:.4f}, "
+                f"val_loss {result.loss:.4f}, val_accuracy {result.accuracy:.4f}"
+            )
             if config.run.epoch_weights:
                 run.save_epoch_weights(model.state_dict(), state.epoch)
             if state.step >= last_step:

@@ -1,0 +1,76 @@
+# Launches things; knows nothing else. `make` lists the targets.
+STACK ?= cu132
+LOCK := docker/stacks/$(STACK).txt
+STACKS := $(basename $(notdir $(wildcard docker/stacks/*.in)))
+VENV := $(if $(filter cu132,$(STACK)),.venv,.venv-$(STACK))
+ifdef PYTHON  # an interpreter that already has torch: nothing is installed
+INSTALLED :=
+INSTALLED_DEV :=
+else
+PYTHON := $(VENV)/bin/python
+INSTALLED := venv
+INSTALLED_DEV := venv-dev
+endif
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+LAUNCH = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) \
+	$(if $(NODE_RANK),--node-rank $(NODE_RANK)) $(if $(MASTER_ADDR),--master-addr $(MASTER_ADDR)) \
+	$(if $(MASTER_PORT),--master-port $(MASTER_PORT))
+
+.DEFAULT_GOAL := help
+.PHONY: help run test check format diff-ddp tensorboard venv venv-dev lock clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo; echo "  Variables: RECIPE=NAME NPROC=N ARGS=\"...\" NNODES= NODE_RANK= MASTER_ADDR= MASTER_PORT="
+	@echo "             STACK={$(STACKS)} (default cu132), or PYTHON=python3 for one that has torch"
+
+run: $(INSTALLED) ## Train: make run RECIPE=ddp_launch [NPROC=2] [ARGS="--epochs 3"]
+	@$(PYTHON) -m recipes $(if $(RECIPE),$(RECIPE) $(LAUNCH) $(ARGS))
+
+test: $(INSTALLED_DEV) ## Run the tests (laws, command lines, faults)
+	@$(PYTHON) -m pytest $(ARGS)
+
+check: $(INSTALLED_DEV) ## Lint, formatting, types
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+	@$(PYTHON) -m mypy
+
+format: $(INSTALLED_DEV) ## Format the code and fix what the linter can
+	@$(PYTHON) -m ruff format .
+	@$(PYTHON) -m ruff check --fix .
+
+diff-ddp: ## Show how little ddp_launch and ddp_spawn differ
+	@diff -U1 recipes/ddp_launch/train.py recipes/ddp_spawn/train.py || true
+
+tensorboard: $(INSTALLED) ## Show the curves of all runs
+	@$(PYTHON) -m tensorboard.main --logdir runs
+
+venv: ## Make the environment from the stack's lock (run and test do it when it is stale)
+	@cmp -s $(LOCK) $(VENV)/lock.txt || { set -e; \
+	test -f $(LOCK) || { echo "error: no stack $(STACK): STACK is one of $(STACKS)" >&2; exit 2; }; \
+	python3 -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+		{ echo "error: python3 is $$(python3 --version): 3.11 to 3.13 is needed" >&2; exit 2; }; \
+	echo "making $(VENV) from $(LOCK): some minutes and 6 GB, once"; \
+	python3 -m venv --clear $(VENV); \
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check --require-hashes -r $(LOCK); \
+	cp $(LOCK) $(VENV)/lock.txt; }
+
+venv-dev: venv
+	@cmp -s docker/stacks/dev.txt $(VENV)/lock-dev.txt || { set -e; \
+	echo "adding docker/stacks/dev.txt to $(VENV)"; \
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check --require-hashes \
+		-r $(LOCK) -r docker/stacks/dev.txt; \
+	cp docker/stacks/dev.txt $(VENV)/lock-dev.txt; }
+
+UV_LOCK = $(PYTHON) -m uv pip compile --quiet --upgrade --universal --python-version 3.11 \
+	--generate-hashes --no-annotate --no-header --no-emit-index-url --no-emit-find-links
+
+lock: $(INSTALLED_DEV) ## Renew the lock files under docker/stacks
+	@for stack in $(STACKS); do echo "locking $$stack"; \
+	$(UV_LOCK) pyproject.toml -c docker/stacks/$$stack.in -o docker/stacks/$$stack.txt || exit; done
+	@echo "locking dev"; $(UV_LOCK) --group dev $(STACKS:%=-c docker/stacks/%.txt) \
+		-o docker/stacks/dev.txt
+
+clean: ## Remove the environments and caches (never runs/)
+	rm -rf .venv .venv-* .mypy_cache .pytest_cache .ruff_cache .hypothesis

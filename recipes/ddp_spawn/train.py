@@ -1,0 +1,237 @@
+"""DistributedDataParallel, a process a device, started from one command by torch.multiprocessing.
+
+The same training as ddp_launch (`make diff-ddp` shows the difference): here the recipe starts its
+ranks itself, so no launcher is needed. Use it on one machine, where a single command must do; use
+ddp_launch for several hosts. Under torchrun, srun or mpirun it takes the ranks it is given.
+
+    make run RECIPE=ddp_spawn                                  one machine, GPUs or CPUs
+    docker run --gpus all IMAGE ddp_spawn                      in the image
+    srun python -m recipes ddp_spawn                           a Slurm task a device
+
+What it takes and reaches on which machine: README.md beside this file.
+
+Source: PyTorch, "Multiprocessing package - torch.multiprocessing", Spawning subprocesses.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from socket import socket
+
+if __package__ in (None, ""):  # started as a file: the repository is not on the path yet
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import nn
+from torch.multiprocessing.spawn import start_processes
+from torch.nn.parallel import DistributedDataParallel
+
+from common import snapshot
+from common.data import DataOptions, load_data, make_loaders
+from common.ddp import settle_buckets
+from common.errors import InputError, StopRequested
+from common.evaluate import evaluate
+from common.group import choose_device, gather_number, process_group
+from common.launch import Child, listen, make_error_folder, run_rank, supervise
+from common.manifest import describe_run
+from common.measure import Throughput, peak_memory_bytes
+from common.models import ModelOptions, has_trained_batch_norm, prepare_model, set_train_mode
+from common.optim import OptimizerOptions
+from common.ranks import Ranks
+from common.record import Run, RunOptions, log, progress_bar, set_up_logs
+from common.seeds import mixed_precision, seed_everything, set_determinism
+from common.stop import StopAgreement
+from recipes import cli
+
+NAME = "ddp_spawn"
+LAUNCHED = "spawn"
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """How the copies work together."""
+
+    sync_bn: bool = False
+    """BatchNorm over the global batch instead of each rank's slice; GPUs only."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """All options; those of a group mean the same in every recipe."""
+
+    run: RunOptions = field(default_factory=RunOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+
+
+def train(config: Config, ranks: Ranks) -> None:
+    """Train as one rank of the run, whose folder is `config.run.output_dir`."""
+    options, seed = config.optimizer, config.run.seed
+    set_up_logs(ranks)
+
+    # seed
+    set_determinism(deterministic=config.run.deterministic, cpu_threads=config.run.cpu_threads)
+    seed_everything(seed)  # the same initial weights on every rank
+    device = choose_device(config.run.device, ranks)
+    dtype, autocast, scaler = mixed_precision(config.run.precision, device)
+    with process_group(ranks, device, config.run.backend, config.run.timeout_s):
+        run = Run(NAME, config.run, ranks, device)
+
+        # data
+        data = load_data(config.data, seed, ranks)
+        batch_size = options.total_batch_size(ranks.world_size)
+        batches, loader, val_loader = make_loaders(
+            data, config.data, batch_size, seed, ranks, device
+        )
+
+        # model
+        model = prepare_model(config.model, data.channels, len(data.class_names))
+        model.to(device, dtype)
+
+        # parallelise
+        if config.parallel.sync_bn and not has_trained_batch_norm(model):
+            log.info("--sync-bn left out: no BatchNorm layer is trained")
+        elif config.parallel.sync_bn and device.type == "cpu":
+            raise InputError("--sync-bn needs GPUs: torch's SyncBatchNorm refuses CPUs")
+        elif config.parallel.sync_bn:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        ddp = DistributedDataParallel(
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+        )
+
+        # optimizer
+        optimizer = torch.optim.SGD(
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
+            lr=options.lr,
+            momentum=options.momentum,
+            weight_decay=options.weight_decay,
+        )
+
+        # resume
+        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        state = snapshot.TrainingState(model, optimizer, scaler, loss_sum)
+        identity = run.identity(config, batch_size, data.fingerprint)
+        found = snapshot.find(config.run.resume, run.snapshots, identity)
+        seed_everything(seed, ranks.rank)  # from here on each rank draws its own dropout
+        if found:
+            state.resume(found, seed)
+        manifest = describe_run(device, seed, data.fingerprint)
+        run.begin(config, manifest, state, data.class_names)
+        set_train_mode(model)
+        settle_buckets(ddp, data.train[(0, 0)][0].to(device, dtype), batches.batch_size_per_rank)
+
+        # loop
+        resumed_from, saved_step = (state.step, state.step) if found else (None, None)
+        every_step = options.epochs * batches.steps_per_epoch
+        last_step = min(options.max_steps or every_step, every_step)
+        stop, speed = StopAgreement(), Throughput(device)
+        progress = progress_bar(last_step, state.step, ranks)
+
+        def save() -> None:
+            nonlocal saved_step
+            if saved_step != state.step:
+                with speed.paused():
+                    state.metrics_bytes = run.metrics_bytes
+                    state.save(run.snapshots, identity, config.run.keep_snapshots)
+            saved_step = state.step
+
+        while True:
+            batches.set_epoch(state.epoch, first_batch=state.batch)
+            for images, labels in loader if state.step < last_step else ():
+                lr = options.learning_rate(state.step, batches.steps_per_epoch, batch_size)
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+                with autocast:
+                    logits = ddp(images.to(device, dtype, non_blocking=True))
+                    loss = nn.functional.cross_entropy(logits, labels.to(device, non_blocking=True))
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad(set_to_none=True)
+                state.loss_sum += loss.detach()
+                state.batch += 1
+                state.step += 1
+                speed.samples += batch_size
+                progress.update()
+                if state.step % config.run.log_every == 0:
+                    losses = gather_number(loss.item())
+                    snapshot.refuse_non_finite(losses, state.step, run.snapshots)
+                    mean_loss = sum(losses) / ranks.world_size
+                    progress.set_postfix(loss=f"{mean_loss:.4f}")
+                    run.metrics(state.step, state.epoch, loss=mean_loss, lr=lr,
+                                samples_per_s=speed.samples_per_s)  # fmt: skip
+                if stop.after(state.step):
+                    save()
+                    log.info(f"stopped after step {state.step}: run the same command to go on")
+                    raise StopRequested
+                if config.run.snapshot_every and state.step % config.run.snapshot_every == 0:
+                    save()
+                if state.step == last_step:
+                    break
+            save()
+            with speed.paused():
+                result = evaluate(model, val_loader, len(data.val), device, dtype)
+            train_loss = sum(gather_number(state.loss_sum.item() / state.batch)) / ranks.world_size
+            run.metrics(state.step, state.epoch, train_loss=train_loss, val_loss=result.loss,
+                        val_accuracy=result.accuracy)  # fmt: skip
+            log.info(
+                f"epoch {state.epoch + 1}/{options.epochs}: train_loss {train_loss:.4f}, "
+                f"val_loss {result.loss:.4f}, val_accuracy {result.accuracy:.4f}"
+            )
+            if config.run.epoch_weights:
+                run.save_epoch_weights(model.state_dict(), state.epoch)
+            if state.step >= last_step:
+                break
+            state.next_epoch()
+        progress.close()
+
+        # report
+        run.finish(
+            model.state_dict(),
+            epochs=state.epoch + 1,
+            steps=state.step,
+            train_loss=train_loss,
+            val_accuracy=result.accuracy,
+            val_correct=result.correct,
+            val_total=result.total,
+            samples_per_s=speed.samples_per_s,
+            peak_memory_bytes=peak_memory_bytes(device),
+            resumed_from=resumed_from,
+        )
+
+
+def worker(local_rank: int, config: Config, nproc: int, store: socket) -> None:
+    """Be one of the processes that `spawn` starts."""
+    address, port = store.getsockname()
+    if local_rank != 0:
+        store.close()
+    listen_fd = store.fileno() if local_rank == 0 else None
+    ranks = Ranks(local_rank, local_rank, nproc, nproc, "spawn", address, port, False, listen_fd)
+    sys.exit(run_rank(lambda: train(config, ranks), ranks))
+
+
+def spawn(config: Config, nproc: int) -> int:
+    """Start `nproc` ranks on this machine and wait for them; returns the exit status."""
+    errors, store = make_error_folder(), listen("127.0.0.1", 0)
+    context = start_processes(
+        worker, (config, nproc, store), nprocs=nproc, join=False, start_method="spawn"
+    )
+    processes = enumerate(context.processes)
+    return supervise(
+        [Child(r, p.pid, partial(getattr, p, "exitcode")) for r, p in processes], errors
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from a command line; returns the exit status."""
+    return cli.run(NAME, Config, train, sys.argv[1:] if arguments is None else arguments, spawn)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
