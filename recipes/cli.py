@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass, fields, make_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -132,11 +132,9 @@ def parse(name: str, config_class: type[C], arguments: Sequence[str]) -> tuple[L
     """
     import tyro
 
-    both: Any = make_dataclass(
-        "Options",
-        [("launch", LaunchOptions, LaunchOptions()), ("recipe", config_class, config_class())],
-        frozen=True,
-    )
+    groups = [(f.name, f.type, f) for f in fields(config_class)]  # type: ignore[arg-type]
+    launch_group = ("launch", LaunchOptions, LaunchOptions())
+    both: Any = make_dataclass("Options", [launch_group, *groups], frozen=True)
     both.__doc__ = sys.modules[config_class.__module__].__doc__
     said = io.StringIO()
     try:
@@ -147,13 +145,13 @@ def parse(name: str, config_class: type[C], arguments: Sequence[str]) -> tuple[L
                 args=list(arguments),
                 config=(tyro.conf.OmitArgPrefixes,),
             )
+        return options.launch, config_class(**{n: getattr(options, n) for n, _, _ in groups})
     except SystemExit as end:
         if end.code in (0, None):
             raise
         raise InputError(_one_line(said.getvalue())) from None
     except ValueError as error:
         raise InputError(str(error)) from None
-    return options.launch, options.recipe
 
 
 def _one_line(box: str) -> str:
@@ -162,7 +160,7 @@ def _one_line(box: str) -> str:
     similar = re.search(r"│\s+(--[\w-]+)", box.split("Perhaps you meant", 1)[-1])
     if "Perhaps you meant" in box and similar:
         text += f" (perhaps you meant {similar[1]})"
-    text = " ".join(text.split()).removesuffix(".")
+    text = re.sub(r"^Error parsing \w+: ", "", " ".join(text.split())).removesuffix(".")
     hint = next((hint for part, hint in _HINTS.items() if part in text), None)
     return f"{text}{f'. {hint}' if hint else ''}. --help lists the options"
 

@@ -218,10 +218,11 @@ def worker(local_rank: int, config: Config, nproc: int, store: socket) -> None:
 
 def spawn(config: Config, nproc: int) -> int:
     """Start `nproc` ranks on this machine and wait for them; returns the exit status."""
-    errors, store = make_error_folder(), listen("127.0.0.1", 0)
-    context = start_processes(
-        worker, (config, nproc, store), nprocs=nproc, join=False, start_method="spawn"
-    )
+    errors = make_error_folder()
+    with listen("127.0.0.1", 0) as store:
+        context = start_processes(
+            worker, (config, nproc, store), nprocs=nproc, join=False, start_method="spawn"
+        )
     processes = enumerate(context.processes)
     return supervise(
         [Child(r, p.pid, partial(getattr, p, "exitcode")) for r, p in processes], errors
