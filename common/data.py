@@ -87,8 +87,13 @@ def load_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
     """
     with agreed():
         if ranks.is_main and options.download and options.data in ("fashion_mnist", "cifar10"):
-            for train in (True, False):
-                _torchvision_class(options)(options.data_path, train=train, download=True)
+            try:
+                for train in (True, False):
+                    _torchvision_class(options)(options.data_path, train=train, download=True)
+            except (OSError, RuntimeError) as error:
+                raise InputError(
+                    f"cannot download {options.data} into {options.data_path}: {error}"
+                ) from error
     with agreed():
         return _open(options, seed, ranks)
     raise AssertionError("agreed() raises where the block did")

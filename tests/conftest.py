@@ -1,0 +1,162 @@
+"""Fixtures: a pool of ranks, and the recipes through their real command lines."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pool import Pool
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Variables of a launcher around the tests would make every recipe think it is a rank.
+_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "OMPI_", "PMI", "RECIPES_")
+
+
+def clean_env() -> dict[str, str]:
+    """The environment of a user's shell, with warnings as errors."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
+    return {**env, "PYTHONPATH": str(ROOT)}
+
+
+def need(*programs: str) -> None:
+    """Skip by name what this machine lacks; in CI, where it can be installed, fail."""
+    missing = [p for p in programs if not shutil.which(p)]
+    if missing and os.environ.get("CI"):
+        pytest.fail(f"CI must install {', '.join(missing)}")
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}")
+
+
+def need_root() -> None:
+    """Skip where namespaces and mounts need rights that this user lacks; in CI, fail."""
+    if os.geteuid() != 0:
+        if os.environ.get("CI"):
+            pytest.fail("CI must run as root")
+        pytest.skip("needs root")
+
+
+@dataclass
+class Result:
+    """One finished command."""
+
+    status: int
+    stdout: str
+    stderr: str
+    folder: Path
+    elapsed_s: float = 0.0
+
+    @property
+    def errors(self) -> list[str]:
+        """Lines that begin with `error:`."""
+        return [line for line in self.stderr.splitlines() if line.startswith("error:")]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return content
+
+    @property
+    def sha(self) -> str:
+        return str(self.summary["weights_sha256"])
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(s) for s in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Step to logged loss."""
+        return {line["step"]: line["loss"] for line in self.metrics if "loss" in line}
+
+    def assert_ok(self) -> "Result":
+        assert self.status == 0, f"status {self.status}\n{self.stdout}\n{self.stderr}"
+        return self
+
+
+@dataclass
+class Recipe:
+    """Starts commands; what is still running at a test's end is killed by its own id."""
+
+    tmp_path: Path
+    running: list["subprocess.Popen[str]"] = field(default_factory=list)
+
+    def start(
+        self, *command: str | Path, env: dict[str, str] | None = None
+    ) -> "subprocess.Popen[str]":
+        """Start a command in a session of its own, away from the repository's folder."""
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            cwd=self.tmp_path,
+            env={**clean_env(), **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.running.append(process)
+        return process
+
+    def finish(
+        self, process: "subprocess.Popen[str]", folder: Path, timeout_s: float = 120
+    ) -> Result:
+        """Wait for a command."""
+        start_s = time.monotonic()
+        stdout, stderr = process.communicate(timeout=timeout_s)
+        return Result(process.returncode, stdout, stderr, folder, time.monotonic() - start_s)
+
+    def command(self, name: str, *options: str | Path, folder: str = "run") -> list[str]:
+        """The front door's command line for a recipe, with its run folder."""
+        return [sys.executable, "-m", "recipes", name, *map(str, options), "--output-dir",
+                str(self.tmp_path / folder)]  # fmt: skip
+
+    def __call__(
+        self,
+        name: str,
+        *options: str | Path,
+        folder: str = "run",
+        env: dict[str, str] | None = None,
+    ) -> Result:
+        """Run a recipe through the front door to its end."""
+        process = self.start(*self.command(name, *options, folder=folder), env=env)
+        return self.finish(process, self.tmp_path / folder)
+
+    def stop(self) -> None:
+        for process in self.running:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Iterator[Recipe]:
+    """Runs recipes as a user does."""
+    runner = Recipe(tmp_path)
+    yield runner
+    runner.stop()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Three ranks for the whole session."""
+    ranks = Pool(3)
+    yield ranks
+    ranks.close()
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 60) -> Any:
+    """Poll until `condition()` is true and return it."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "nothing happened in time"
+        time.sleep(0.02)
+    return found

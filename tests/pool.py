@@ -1,0 +1,86 @@
+"""Ranks that outlive a test: starting Python and importing torch costs more than most laws."""
+
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+import torch
+from torch import multiprocessing
+
+from common.group import process_group
+from common.launch import listen
+from common.ranks import Ranks
+
+PATIENCE_S = 120
+
+
+class Pool:
+    """Processes that each run a function as one rank of a world, and then wait for the next."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connections: list[Connection] = []
+        self.processes: list[SpawnProcess] = []
+        for _ in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=False)
+            process.start()
+            theirs.close()
+            self.connections.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        """`function(ranks, *args)` on `world_size` ranks; their results in rank order.
+
+        Raises what the first rank raised.
+        """
+        with listen("127.0.0.1", 0) as probe:
+            port = probe.getsockname()[1]
+        for rank in range(world_size):
+            ranks = Ranks(rank, rank, world_size, world_size, "test", "127.0.0.1", port)
+            self.connections[rank].send((function, ranks, args))
+        answers: list[tuple[Any, Exception | None]] = []
+        for connection in self.connections[:world_size]:
+            assert connection.poll(PATIENCE_S), f"no answer within {PATIENCE_S} s"
+            answers.append(connection.recv())
+        for _, error in answers:
+            if error is not None:
+                raise error
+        return [answer for answer, _ in answers]
+
+    def close(self) -> None:
+        """End the processes."""
+        for connection in self.connections:
+            connection.close()
+        for process in self.processes:
+            process.join(10)
+            process.kill()
+
+
+def in_group(ranks: Ranks, function: Callable[..., Any], *args: Any) -> Any:
+    """`function(ranks, *args)` inside a gloo process group."""
+    try:
+        with process_group(ranks, torch.device("cpu"), "gloo", 60):
+            return function(ranks, *args)
+    finally:
+        if torch.distributed.is_initialized():  # a failed rank leaves its group as it is
+            torch.distributed.destroy_process_group()
+
+
+def _serve(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, ranks, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((function(ranks, *args), None))
+        except Exception as error:
+            error.add_note(traceback.format_exc())
+            connection.send((None, error))
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()

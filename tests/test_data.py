@@ -1,0 +1,228 @@
+"""Data sets, on small files in their real formats."""
+
+import gzip
+import hashlib
+import pickle
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from common.data import Data, DataOptions, load_data
+from common.errors import InputError, TrainingError
+from common.ranks import Ranks
+from tests.pool import in_group
+
+
+def load(seed: int = 0, **options: Any) -> Data:
+    data: Data = in_group(Ranks(), lambda ranks: load_data(DataOptions(**options), seed, ranks))
+    return data
+
+
+def photo(path: Path, seed: int, size: tuple[int, int] = (40, 30)) -> None:
+    """Write a small JPEG of noise around a colour."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    noise = np.random.default_rng(seed).integers(0, 60, (size[1], size[0], 3))
+    colour = np.array([(90 * seed) % 190, (50 * seed) % 190, (20 * seed) % 190])
+    Image.fromarray((noise + colour).astype(np.uint8)).save(path, quality=90)
+
+
+def flowers(root: Path, per_class: int = 10, names: tuple[str, ...] = ("daisy", "tulip")) -> Path:
+    """An image folder of classes, as the flower photos come."""
+    for label, name in enumerate(names):
+        for number in range(per_class):
+            photo(root / name / f"{name} {number}.jpg", label)
+    return root
+
+
+def test_digits_are_real_and_split_by_seed() -> None:
+    data, other = load(), load(seed=1)
+    assert (len(data.train), len(data.val), len(data.class_names)) == (1437, 360, 10)
+    assert set(data.train.indices).isdisjoint(data.val.indices)
+    assert set(data.train.indices) != set(other.train.indices)
+    assert data.fingerprint == other.fingerprint
+    assert data.train[(0, 0)][0].shape == (1, 8, 8)
+    assert load(image_size=16).val[(0, 0)][0].shape == (1, 16, 16)
+
+
+def test_fake_data_is_the_same_every_time() -> None:
+    first, second = load(data="fake", image_size=12), load(data="fake", image_size=12)
+    assert first.train[(0, 3)][0].shape == (3, 12, 12)
+    assert torch.equal(first.val[(0, 3)][0], second.val[(0, 3)][0])
+
+
+def test_image_folder_splits_each_class_80_to_20(tmp_path: Path) -> None:
+    root = flowers(tmp_path / "my photos", names=("gänse blümchen", "tulip", "薔薇"))
+    data = load(data="imagefolder", data_path=root, image_size=24)
+    assert data.class_names == ["gänse blümchen", "tulip", "薔薇"]
+    assert (len(data.train), len(data.val)) == (24, 6)
+    labels = [data.val[(0, i)][1] for i in range(6)]
+    assert sorted(labels) == [0, 0, 1, 1, 2, 2]
+    assert data.train[(0, 0)][0].shape == (3, 24, 24)
+    again = load(data="imagefolder", data_path=root, image_size=24)
+    assert again.train.indices == data.train.indices
+    assert torch.equal(again.train[(1, 2)][0], data.train[(1, 2)][0])
+    assert not torch.equal(again.train[(1, 2)][0], data.train[(0, 2)][0])
+
+
+def test_image_folder_with_its_own_split(tmp_path: Path) -> None:
+    flowers(tmp_path / "train", per_class=3)
+    flowers(tmp_path / "val", per_class=2)
+    data = load(data="imagefolder", data_path=tmp_path, image_size=24)
+    assert (len(data.train), len(data.val)) == (6, 4)
+
+
+def test_a_changed_folder_has_another_fingerprint(tmp_path: Path) -> None:
+    flowers(tmp_path)
+    before = load(data="imagefolder", data_path=tmp_path).fingerprint
+    photo(tmp_path / "daisy" / "one more.jpg", 5)
+    assert load(data="imagefolder", data_path=tmp_path).fingerprint != before
+
+
+def test_greyscale_palette_and_transparent_images_are_read(tmp_path: Path) -> None:
+    flowers(tmp_path)
+    for mode in ("L", "P", "RGBA", "CMYK"):
+        suffix = "jpg" if mode == "CMYK" else "png"
+        Image.new(mode, (20, 20)).save(tmp_path / "daisy" / f"{mode}.{suffix}")
+    data = load(data="imagefolder", data_path=tmp_path, image_size=16)
+    shapes = {data.train[(0, i)][0].shape for i in range(len(data.train))}
+    assert shapes == {(3, 16, 16)}
+
+
+def faulty_folder(root: Path, fault: str) -> str:
+    """Break a good folder; returns what the error must name."""
+    flowers(root)
+    if fault == "truncated JPEG":
+        path = root / "daisy" / "cut.jpg"
+        photo(path, 3, size=(200, 200))
+        path.write_bytes(path.read_bytes()[:-800])
+        return r"cut\.jpg cannot be decoded"
+    if fault == "text named .jpg":
+        (root / "daisy" / "notes.jpg").write_text("hello")
+        return r"notes\.jpg cannot be decoded"
+    if fault == "empty class":
+        (root / "rose").mkdir()
+        return "rose has no images"
+    if fault == "no classes":
+        return "no sub-folders"
+    raise AssertionError(fault)
+
+
+@pytest.mark.parametrize(
+    "fault", ["truncated JPEG", "text named .jpg", "empty class", "no classes"]
+)
+def test_a_bad_image_folder_is_named_before_training(tmp_path: Path, fault: str) -> None:
+    says = faulty_folder(tmp_path / "data", fault)
+    root = tmp_path / "data" / "daisy" if fault == "no classes" else tmp_path / "data"
+    with pytest.raises(InputError, match=says):
+        load(data="imagefolder", data_path=root)
+
+
+def test_verification_can_be_left_out(tmp_path: Path) -> None:
+    faulty_folder(tmp_path, "text named .jpg")
+    data = load(data="imagefolder", data_path=tmp_path, verify_images=False)
+    files = data.train.source.files
+    (bad,) = (index for index, (path, _) in enumerate(files) if path.name == "notes.jpg")
+    with pytest.raises(TrainingError, match=r"cannot read .*notes\.jpg"):
+        data.train.source[bad]
+
+
+def idx(array: np.ndarray[Any, Any]) -> bytes:
+    """An array in the IDX format of MNIST."""
+    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
+
+
+def fashion_files(folder: Path, count: int = 20) -> list[tuple[str, str]]:
+    """Gzipped IDX files as they are downloaded; returns torchvision's (name, md5) pairs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    resources = []
+    for part in ("train", "t10k"):
+        images = rng.integers(0, 255, (count, 28, 28)).astype(np.uint8)
+        labels = (np.arange(count) % 10).astype(np.uint8)
+        for name, array in (("images-idx3", images), ("labels-idx1", labels)):
+            path = folder / f"{part}-{name}-ubyte.gz"
+            path.write_bytes(gzip.compress(idx(array)))
+            digest = hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+            resources.append((path.name, digest))
+    return resources
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """A folder's address on a web server on loopback."""
+    handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
+        server.shutdown()
+        thread.join()
+
+
+def test_fashion_mnist_is_downloaded_on_request_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from torchvision.datasets import FashionMNIST
+
+    mirror, store = tmp_path / "mirror", tmp_path / "store"
+    store.mkdir()
+    monkeypatch.setattr(FashionMNIST, "resources", fashion_files(mirror))
+    monkeypatch.setattr(FashionMNIST, "mirrors", ["http://127.0.0.1:9/"])  # nobody answers
+    with pytest.raises(InputError, match="add --download"):
+        load(data="fashion_mnist", data_path=store)
+    assert not list(store.iterdir())
+    with pytest.raises(InputError, match="cannot download"):
+        load(data="fashion_mnist", data_path=store, download=True)
+    with served(mirror) as address:
+        monkeypatch.setattr(FashionMNIST, "mirrors", [address])
+        data = load(data="fashion_mnist", data_path=store, download=True)
+    assert (len(data.train), len(data.val), data.channels) == (20, 20, 1)
+    assert data.class_names[9] == "Ankle boot"
+    assert data.train[(0, 0)][0].shape == (1, 28, 28)
+    assert (
+        load(data="fashion_mnist", data_path=store, image_size=32).train[(0, 0)][0].shape[1] == 32
+    )
+
+
+def test_cifar10_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchvision.datasets import CIFAR10
+
+    folder = tmp_path / CIFAR10.base_folder
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+
+    def write(name: str, content: dict[str, Any]) -> list[str]:
+        (folder / name).write_bytes(pickle.dumps(content))
+        digest = hashlib.md5((folder / name).read_bytes(), usedforsecurity=False).hexdigest()
+        return [name, digest]
+
+    def batch(count: int) -> dict[str, Any]:
+        pixels = rng.integers(0, 255, (count, 3072)).astype(np.uint8)
+        return {"data": pixels, "labels": [i % 10 for i in range(count)]}
+
+    monkeypatch.setattr(CIFAR10, "train_list", [write(f"data_batch_{i}", batch(8)) for i in (1, 2)])
+    monkeypatch.setattr(CIFAR10, "test_list", [write("test_batch", batch(6))])
+    name, digest = write("batches.meta", {"label_names": list("abcdefghij")})
+    meta = {"filename": name, "key": "label_names", "md5": digest}
+    monkeypatch.setattr(CIFAR10, "meta", meta)
+    data = load(data="cifar10", data_path=tmp_path)
+    assert (len(data.train), len(data.val), data.channels) == (16, 6, 3)
+    assert data.class_names[:2] == ["a", "b"]
+    assert data.train[(0, 0)][0].shape == data.val[(0, 0)][0].shape == (3, 32, 32)
+
+
+def test_a_path_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is no folder"):
+        load(data="imagefolder", data_path=tmp_path / "none")
+    with pytest.raises(ValueError, match="needs --data-path"):
+        DataOptions(data="cifar10")

@@ -1,0 +1,319 @@
+"""Laws of data-parallel training, on real ranks that talk over gloo."""
+
+import copy
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from common.data import DataOptions, load_data, make_loaders
+from common.ddp import settle_buckets
+from common.errors import InputError, PeerError, StopRequested, TrainingError
+from common.evaluate import Evaluation, evaluate
+from common.group import agreed
+from common.models import ModelOptions, build_model
+from common.optim import OptimizerOptions
+from common.ranks import Ranks
+from common.record import RunOptions, weights_sha256
+from common.seeds import rng_state, seed_everything, set_rng_state
+from common.snapshot import read
+from common.stop import StopAgreement
+from common.stream import GlobalBatches
+from recipes.ddp_launch.train import Config, train
+from tests.conftest import Result
+from tests.pool import Pool, in_group
+
+CPU = torch.device("cpu")
+
+
+def averaged_gradients(ranks: Ranks) -> dict[str, Tensor]:
+    """Gradients of one global batch of 24 in float64, through DDP."""
+    seed_everything(0)
+    data = load_data(DataOptions(), 0, ranks)
+    model = build_model(ModelOptions(), data.channels, 10).double()
+    ddp = DistributedDataParallel(model)
+    batches = GlobalBatches(len(data.train), 24, 0, ranks.rank, ranks.world_size)
+    images, labels = zip(*(data.train[key] for key in next(iter(batches))), strict=True)
+    logits = ddp(torch.stack(images).double())
+    nn.functional.cross_entropy(logits, torch.tensor(labels)).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_averaged_gradients_are_the_full_batch_gradients(pool: Pool) -> None:
+    full = pool.run(in_group, 1, averaged_gradients)[0]
+    assert len(full) == 11
+    for world_size in (2, 3):
+        for gradients in pool.run(in_group, world_size, averaged_gradients):
+            for name, expected in full.items():
+                error = (gradients[name] - expected).norm() / expected.norm()
+                assert error < 1e-12, f"{name} on {world_size} ranks: {error:.1e}"
+
+
+def evaluated(ranks: Ranks) -> tuple[Evaluation, bool]:
+    """A model with BatchNorm whose statistics differ by rank before they are evaluated."""
+    seed_everything(1)
+    model = build_model(ModelOptions(norm="batch"), 1, 10)
+    if ranks.rank != 0:
+        for buffer in model.buffers():
+            buffer.add_(1)
+    data = load_data(DataOptions(), 0, ranks)
+    _, _, loader = make_loaders(data, DataOptions(), 24, 0, ranks, CPU)
+    result = evaluate(model, loader, len(data.val), CPU, torch.float32)
+    return result, all(module.training for module in model.modules())
+
+
+def test_evaluation_is_exact_and_the_same_for_every_world_size(pool: Pool) -> None:
+    found = [answer for world in (1, 2, 3) for answer in pool.run(in_group, world, evaluated)]
+    assert len({result for result, _ in found}) == 1
+    assert found[0][0].total == 360, "digits keeps 360 of its 1,797 images for validation"
+    assert 0 < found[0][0].correct < 360
+    assert all(training for _, training in found), "the model is left in train mode"
+
+
+def run_training(ranks: Ranks, folder: Path, options: dict[str, dict[str, Any]]) -> bool:
+    """The recipe itself on this rank; True where it was asked to stop."""
+    config = Config(
+        run=RunOptions(output_dir=folder, **options.get("run", {})),
+        data=DataOptions(**options.get("data", {})),
+        model=ModelOptions(**options.get("model", {})),
+        optimizer=OptimizerOptions(**options.get("optimizer", {})),
+    )
+    try:
+        train(config, ranks)
+    except StopRequested:
+        return True
+    return False
+
+
+def training(pool: Pool, world_size: int, folder: Path, **options: dict[str, Any]) -> Result:
+    pool.run(run_training, world_size, folder, options)
+    return Result(0, "", "", folder)
+
+
+def test_one_two_and_three_ranks_train_alike(pool: Pool, tmp_path: Path) -> None:
+    """Every logged loss, over two epochs with momentum, weight decay and augmentation."""
+    runs = [
+        training(
+            pool, world, tmp_path / str(world),
+            run={"precision": "fp64", "log_every": 1}, optimizer={"epochs": 2, "lr": 0.05},
+        )
+        for world in (1, 2, 3)
+    ]  # fmt: skip
+    reference = runs[0].losses
+    assert len(reference) == 28
+    for run in runs[1:]:
+        assert run.losses.keys() == reference.keys()
+        for step, loss in run.losses.items():
+            assert loss == pytest.approx(reference[step], rel=1e-9), f"step {step}"
+    assert len({run.summary["val_correct"] for run in runs}) == 1
+
+
+def test_batch_norm_without_sync_would_not_train_alike(pool: Pool, tmp_path: Path) -> None:
+    """The law above can fail: normalisation that looks at a rank's slice alone breaks it."""
+    runs = [
+        training(
+            pool, world, tmp_path / str(world),
+            run={"precision": "fp64", "log_every": 1}, optimizer={"max_steps": 4},
+            model={"norm": "batch"},
+        )
+        for world in (1, 2)
+    ]  # fmt: skip
+    assert runs[0].losses[4] != pytest.approx(runs[1].losses[4], rel=1e-9)
+
+
+SHORT: dict[str, dict[str, Any]] = {
+    "optimizer": {"epochs": 2},
+    "model": {"dropout": 0.3, "norm": "batch"},
+}
+
+
+def test_resume_in_the_middle_of_an_epoch_is_exact_on_three_ranks(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """To the bit: dropout's generators, momentum, BatchNorm, position, running loss, metrics."""
+    whole = training(pool, 3, tmp_path / "whole", **SHORT, run={"log_every": 5})
+    cut: dict[str, Any] = {"run": {"log_every": 5, "snapshot_every": 4}, "model": SHORT["model"]}
+    for steps in (6, 17, None):
+        optimizer = {**SHORT["optimizer"], "max_steps": steps}
+        resumed = training(pool, 3, tmp_path / "cut", **cut, optimizer=optimizer)
+    assert resumed.summary["resumed_from"] == 17
+    assert resumed.sha == whole.sha
+    assert resumed.losses == whole.losses
+    assert resumed.metrics[-1] == whole.metrics[-1], "the epoch's mean loss goes on too"
+    steps_seen = [line["step"] for line in resumed.metrics]
+    assert all(a <= b for a, b in pairwise(steps_seen)), "no line is repeated"
+    assert len(list((tmp_path / "cut" / "snapshots").iterdir())) == 3
+
+
+def test_another_number_of_ranks_goes_on_at_the_same_sample(pool: Pool, tmp_path: Path) -> None:
+    fp64 = {"precision": "fp64", "log_every": 1}
+    whole = training(pool, 1, tmp_path / "whole", run=fp64, optimizer={"epochs": 2})
+    for world, steps in ((3, 5), (2, 20), (1, None)):
+        resumed = training(
+            pool, world, tmp_path / "cut", run=fp64, optimizer={"epochs": 2, "max_steps": steps}
+        )
+    assert resumed.losses == pytest.approx(whole.losses, rel=1e-9)
+    assert resumed.metrics[-1]["train_loss"] == pytest.approx(whole.metrics[-1]["train_loss"])
+
+
+def first_steps(ranks: Ranks, settled: bool, fresh_at: int) -> str:
+    """Four steps of a wide model; from `fresh_at` on by a new DDP, as after a resume."""
+    seed_everything(0)
+    model = nn.Sequential(nn.Linear(50, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = torch.randn(4, 6, 50, generator=torch.Generator().manual_seed(ranks.rank))
+    ddp = DistributedDataParallel(model)
+    for step in range(4):
+        if step in (0, fresh_at):
+            ddp = DistributedDataParallel(model)
+            if settled:
+                settle_buckets(ddp, batches[0, 0], 6)
+        ddp(batches[step]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights_sha256(model.state_dict())
+
+
+def test_a_new_ddp_goes_on_with_the_same_bits_once_its_buckets_are_settled(pool: Pool) -> None:
+    for settled in (True, False):
+        whole, resumed = (
+            pool.run(in_group, 3, first_steps, settled, fresh_at)[0] for fresh_at in (0, 2)
+        )
+        assert (whole == resumed) == settled, "without settling, a ring all-reduce rounds otherwise"
+
+
+def settle_leaves_no_trace(ranks: Ranks) -> bool:
+    model = build_model(ModelOptions(norm="batch", dropout=0.5), 1, 10)
+    ddp = DistributedDataParallel(model)
+    image = torch.randn(1, 8, 8)
+    before, random_before = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    settle_buckets(ddp, image, 4)
+    same = all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    no_gradient = all(p.grad is None for p in model.parameters())
+    return same and no_gradient and torch.equal(random_before, torch.get_rng_state())
+
+
+def test_settling_buckets_leaves_no_trace(pool: Pool) -> None:
+    torch.manual_seed(0)
+    assert pool.run(in_group, 2, settle_leaves_no_trace) == [True, True]
+
+
+def agree_on(ranks: Ranks, failing: int, kind: str) -> str:
+    try:
+        with agreed():
+            if ranks.rank == failing:
+                raise {"input": InputError, "other": OSError}[kind]("no such thing")
+    except (InputError, OSError, PeerError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_what_one_rank_finds_is_raised_on_every_rank(pool: Pool) -> None:
+    assert pool.run(in_group, 3, agree_on, 1, "input") == ["InputError: rank 1: no such thing"] * 3
+    others = "PeerError: rank 1 failed: no such thing"
+    assert pool.run(in_group, 3, agree_on, 1, "other") == [others, "OSError: no such thing", others]
+    assert pool.run(in_group, 3, agree_on, 7, "input") == ["nothing"] * 3
+
+
+def stop_at(ranks: Ranks, steps: int) -> tuple[int, int]:
+    """The step after which this rank stops, and how many agreements it took to get there."""
+    stop = StopAgreement(interval_s=0.2)
+    calls, original = 0, torch.distributed.all_reduce
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return original(*args, **kwargs)
+
+    torch.distributed.all_reduce = counted
+    try:
+        for step in range(1, steps):
+            if ranks.rank == 1 and step == 300:
+                stop.requested = 15
+            torch.zeros(200, 200).sum()
+            if stop.after(step):
+                return step, calls
+        return -1, calls
+    finally:
+        torch.distributed.all_reduce = original
+
+
+def test_ranks_stop_after_the_same_step_without_a_collective_a_step(pool: Pool) -> None:
+    answers = pool.run(in_group, 3, stop_at, 200_000)
+    assert len(set(answers)) == 1
+    step, agreements = answers[0]
+    assert step >= 300
+    assert agreements < step / 10
+
+
+def test_rng_state_goes_through_a_file(tmp_path: Path) -> None:
+    import random
+
+    import numpy as np
+
+    def draw() -> tuple[float, float, float, float]:
+        return (
+            random.random(),
+            random.gauss(0, 1),
+            np.random.standard_normal(),
+            float(torch.rand(())),
+        )
+
+    seed_everything(3, 1)
+    draw()
+    torch.save(rng_state(), tmp_path / "rng.pt")
+    expected = draw()
+    seed_everything(4)
+    set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
+    assert draw() == expected
+
+
+def test_unwrapped_weights_give_the_same_outputs_in_a_plain_process(
+    pool: Pool, tmp_path: Path
+) -> None:
+    run = training(pool, 2, tmp_path / "run", optimizer={"epochs": 2})
+    weights = torch.load(run.folder / "model.pt", weights_only=True)
+    assert weights_sha256(weights) == run.sha
+    model = build_model(ModelOptions(), 1, 10)
+    model.load_state_dict(weights)
+    model.eval()
+    data = load_data_alone()
+    images, labels = zip(*(data.val[(0, i)] for i in range(len(data.val))), strict=True)
+    with torch.no_grad():
+        correct = int((model(torch.stack(images)).argmax(1) == torch.tensor(labels)).sum())
+    assert correct == run.summary["val_correct"]
+
+
+def load_data_alone() -> Any:
+    return in_group(Ranks(), lambda ranks: load_data(DataOptions(), 0, ranks))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_trains_and_resumes_exactly(
+    pool: Pool, tmp_path: Path, precision: str
+) -> None:
+    run = {"precision": precision}
+    whole = training(pool, 2, tmp_path / "whole", run=run, optimizer={"max_steps": 12})
+    for steps in (5, 12):
+        cut = training(pool, 2, tmp_path / "cut", run=run, optimizer={"max_steps": steps})
+    assert cut.sha == whole.sha
+    assert cut.summary["train_loss"] < 2.4
+
+
+def test_a_loss_that_is_not_finite_stops_every_rank_and_spares_the_snapshots(
+    pool: Pool, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {
+        "run": {"snapshot_every": 1, "log_every": 1000},
+        "optimizer": {"lr": 1e30},
+    }
+    with pytest.raises(TrainingError, match=r"not finite on rank 0, 1 by step 2.*step_00000001"):
+        training(pool, 2, tmp_path / "run", **options)
+    (snapshot,) = (tmp_path / "run" / "snapshots").iterdir()
+    assert read(snapshot)["step"] == 1
+    with pytest.raises(TrainingError, match="not finite on rank 0, 1 by step 5"):
+        training(pool, 2, tmp_path / "logged", run={"log_every": 5}, optimizer={"lr": 1e30})

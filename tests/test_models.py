@@ -1,0 +1,88 @@
+"""Weights by name and shape, freezing, and the model's own laws."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from common.errors import InputError
+from common.models import (
+    ModelOptions,
+    build_model,
+    freeze_all_but_last,
+    has_trained_batch_norm,
+    load_matching,
+    set_train_mode,
+)
+
+
+def test_weights_of_matching_shape_load_and_the_others_are_named(tmp_path: Path) -> None:
+    other = build_model(ModelOptions(), channels=1, classes=5)
+    path = tmp_path / "weights.pt"
+    torch.save({f"module.{name}": value for name, value in other.state_dict().items()}, path)
+    model = build_model(ModelOptions(), channels=1, classes=10)
+    before = model.state_dict()["fc.weight"].clone()
+    loaded, left_out = load_matching(model, path)
+    assert left_out == ["fc.bias", "fc.weight"]
+    assert torch.equal(model.state_dict()["fc.weight"], before)
+    assert set(loaded) == other.state_dict().keys() - set(left_out)
+    for name in loaded:
+        assert torch.equal(model.state_dict()[name], other.state_dict()[name])
+
+
+def test_weights_that_cannot_be_used(tmp_path: Path) -> None:
+    model = build_model(ModelOptions(), channels=1, classes=10)
+    with pytest.raises(InputError, match="is no file"):
+        load_matching(model, tmp_path / "none.pt")
+    (tmp_path / "text.pt").write_text("hello")
+    with pytest.raises(InputError, match="no weights file"):
+        load_matching(model, tmp_path / "text.pt")
+    torch.save([1, 2], tmp_path / "list.pt")
+    with pytest.raises(InputError, match="no state_dict"):
+        load_matching(model, tmp_path / "list.pt")
+    torch.save({"encoder.weight": torch.zeros(3)}, tmp_path / "other.pt")
+    with pytest.raises(InputError, match=r"no entry .*encoder\.weight.*features\.0\.weight"):
+        load_matching(model, tmp_path / "other.pt")
+
+
+@pytest.mark.parametrize("options", [ModelOptions(norm="batch"), ModelOptions(model="resnet18")])
+def test_frozen_layers_do_not_move_and_neither_do_their_statistics(options: ModelOptions) -> None:
+    torch.manual_seed(0)
+    model = build_model(options, channels=3, classes=4)
+    freeze_all_but_last(model)
+    set_train_mode(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(3):
+        model(torch.randn(4, 3, 32, 32) + 5).square().sum().backward()
+        optimizer.step()
+    moved = {name for name, value in model.state_dict().items() if (value != before[name]).any()}
+    assert moved == {"fc.weight", "fc.bias"}
+    assert not has_trained_batch_norm(model)
+
+
+def test_train_mode_lets_trained_batch_norm_learn_its_statistics() -> None:
+    model = build_model(ModelOptions(norm="batch"), channels=1, classes=4)
+    set_train_mode(model)
+    model(torch.randn(4, 1, 8, 8) + 5)
+    assert has_trained_batch_norm(model)
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert all(norm.running_mean is not None and norm.running_mean.any() for norm in norms)
+
+
+@pytest.mark.parametrize("model", ["convnet", "resnet18", "resnet34", "resnet50"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_every_model_takes_its_images_in_either_norm(model: str, channels: int) -> None:
+    for norm in ("auto", "group", "batch"):
+        options = ModelOptions(model=model, norm=norm)  # type: ignore[arg-type]
+        built = build_model(options, channels, classes=7).eval()
+        with torch.no_grad():
+            assert built(torch.zeros(2, channels, 32, 32)).shape == (2, 7)
+
+
+def test_options_that_mean_nothing() -> None:
+    with pytest.raises(ValueError, match="--dropout"):
+        ModelOptions(dropout=1.0)
+    with pytest.raises(ValueError, match="convnet"):
+        ModelOptions(model="resnet18", dropout=0.5)

@@ -1,0 +1,198 @@
+"""Every row of the rank resolver's table, from environments as the launchers set them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import InputError
+from common.group import choose_backend, choose_device
+from common.ranks import Ranks, expand_tasks_per_node, first_host, resolve
+
+TORCHRUN = {
+    "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "n1", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True",
+}  # fmt: skip
+# What a task of `srun -N2 --ntasks-per-node=2` has, seen on Slurm 22.05.
+SLURM = {
+    "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_JOB_NODELIST": "gpu[07-08]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_TASKS_PER_NODE": "2(x2)",
+    "SLURM_NTASKS_PER_NODE": "2",
+}  # fmt: skip
+# The shell of an sbatch script: SLURM_PROCID is there, but no step.
+BATCH_SHELL = {
+    "SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_TASKS_PER_NODE": "2(x2)",
+}  # fmt: skip
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_MCA_ess_base_jobid": "1623261185",
+}  # fmt: skip
+
+
+def numbers(ranks: Ranks) -> tuple[int, int, int, int]:
+    return ranks.rank, ranks.local_rank, ranks.world_size, ranks.local_world_size
+
+
+def without(env: dict[str, str], *names: str) -> dict[str, str]:
+    return {k: v for k, v in env.items() if k not in names}
+
+
+def test_nothing_at_all_is_a_world_of_one() -> None:
+    assert resolve({}) == Ranks(0, 0, 1, 1, "none")
+
+
+def test_torchrun_and_torch_distributed_launch_with_use_env() -> None:
+    ranks = resolve(TORCHRUN)
+    assert numbers(ranks) == (5, 1, 8, 4)
+    assert (ranks.master_addr, ranks.master_port, ranks.agent_store) == ("n1", 29500, True)
+
+
+def test_torch_distributed_launch_without_use_env_passes_an_argument() -> None:
+    assert numbers(resolve(without(TORCHRUN, "LOCAL_RANK"), local_rank_argument=1)) == (5, 1, 8, 4)
+    with pytest.raises(InputError, match="contradicts"):
+        resolve(TORCHRUN, local_rank_argument=0)
+
+
+def test_srun_one_task_a_gpu() -> None:
+    ranks = resolve(SLURM)
+    assert numbers(ranks) == (3, 1, 4, 2)
+    assert (ranks.master_addr, ranks.launcher) == ("gpu07", "slurm")
+
+
+def test_srun_of_a_step_smaller_than_the_allocation_trusts_the_step() -> None:
+    step = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+            "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1",
+            "SLURM_STEP_NODELIST": "gpu08"}  # fmt: skip
+    ranks = resolve(step)
+    assert numbers(ranks) == (0, 0, 1, 1)
+    assert ranks.master_addr == "gpu08"
+
+
+def test_torchrun_inside_an_allocation_is_torchrun() -> None:
+    assert resolve({**BATCH_SHELL, **TORCHRUN}).launcher == "torchrun"
+    assert resolve({**SLURM, **TORCHRUN}).launcher == "torchrun"
+
+
+@pytest.mark.parametrize("step", [None, "4294967291", "4294967290"])
+def test_a_shell_of_the_job_is_no_task(step: str | None) -> None:
+    env = BATCH_SHELL if step is None else {**BATCH_SHELL, "SLURM_STEP_ID": step}
+    assert resolve(env) == Ranks()
+
+
+def test_array_tasks_and_steps_have_ports_of_their_own() -> None:
+    ports = {
+        resolve({**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master_port
+        for job in range(100, 104)
+        for step in range(2)
+    }
+    assert len(ports) == 8
+    assert all(15000 <= port < 30000 for port in ports)
+
+
+def test_the_steps_reserved_port_and_the_users_win() -> None:
+    reserved = {**SLURM, "SLURM_STEP_RESV_PORTS": "12007-12008"}
+    assert resolve(reserved).master_port == 12007
+    given = {**reserved, "MASTER_ADDR": "head", "MASTER_PORT": "4711"}
+    assert (resolve(given).master_addr, resolve(given).master_port) == ("head", 4711)
+
+
+def test_slurm_ntasks_missing() -> None:
+    bare = without(SLURM, "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")
+    assert numbers(resolve(bare)) == (3, 1, 4, 2)
+    with pytest.raises(InputError, match="SLURM_NTASKS"):
+        resolve(without(bare, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+
+
+def test_uneven_nodes() -> None:
+    env = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_LOCALID": "0"}
+    assert numbers(resolve(env)) == (3, 0, 4, 1)
+
+
+def test_submitit_starts_its_tasks_with_srun() -> None:
+    assert numbers(resolve({**SLURM, "SUBMITIT_EXECUTOR": "slurm"})) == (3, 1, 4, 2)
+
+
+def test_mpirun_on_one_host_and_on_several() -> None:
+    ranks = resolve(OPENMPI)
+    assert numbers(ranks) == (1, 1, 2, 2)
+    assert ranks.master_addr == "127.0.0.1"
+    assert ranks.master_port == resolve({**OPENMPI, "OMPI_COMM_WORLD_RANK": "0"}).master_port
+    several = {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    with pytest.raises(InputError, match="MASTER_ADDR"):
+        resolve(several)
+    assert resolve({**several, "MASTER_ADDR": "n1"}).master_addr == "n1"
+    assert resolve({**SLURM, **OPENMPI}).launcher == "openmpi"  # mpirun inside an allocation
+
+
+def test_pmi() -> None:
+    hydra = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2",
+             "MASTER_PORT": "29400"}  # fmt: skip
+    assert numbers(resolve(hydra)) == (1, 1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"RANK": "1"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "RANK"),
+        ({**TORCHRUN, "RANK": "8"}, "0..7"),
+        ({**TORCHRUN, "RANK": "-1"}, "0..7"),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, "0..3"),
+        ({**TORCHRUN, "RANK": "five"}, "whole number"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "16"}, "16 processes on this host"),
+        (without(TORCHRUN, "LOCAL_RANK"), "LOCAL_RANK"),
+        (without(TORCHRUN, "MASTER_PORT"), "MASTER_PORT"),
+        (without(SLURM, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), "NODELIST"),
+        (without(SLURM, "SLURM_LOCALID"), "SLURM_LOCALID"),
+    ],
+)
+def test_contradictions_are_clear_errors(env: dict[str, str], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        resolve(env)
+
+
+def test_a_device_is_chosen_by_local_rank_on_every_node() -> None:
+    for rank in range(8):
+        env = {**TORCHRUN, "RANK": str(rank), "LOCAL_RANK": str(rank % 4)}
+        assert choose_device("auto", resolve(env), visible_gpus=4).index == rank % 4
+
+
+def test_a_task_that_sees_one_gpu_takes_device_0() -> None:
+    assert choose_device("cuda", resolve(SLURM), visible_gpus=1).index == 0
+
+
+def test_devices_that_are_not_there() -> None:
+    with pytest.raises(InputError, match="sees no GPU"):
+        choose_device("cuda", Ranks(), visible_gpus=0)
+    assert choose_device("auto", Ranks(), visible_gpus=0).type == "cpu"
+    with pytest.raises(InputError, match="4 processes on this host but 2 GPUs"):
+        choose_device("cuda", Ranks(3, 3, 4, 4), visible_gpus=2)
+    cpu = choose_device("cpu", Ranks(), visible_gpus=4)
+    with pytest.raises(InputError, match="nccl needs GPUs"):
+        choose_backend("nccl", cpu)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("gpu[07-12,20],login", "gpu07"),
+        ("b-2,a-1", "b-2"),
+        ("rack[3-4]node[001-016]", "rack3node001"),
+        ("node[9,1-3].cluster", "node9.cluster"),
+    ],
+)
+def test_first_host(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12))
+def test_tasks_per_node_expands_what_slurm_compresses(counts: list[int]) -> None:
+    parts, rest = [], counts
+    while rest:
+        run = next((i for i, c in enumerate(rest) if c != rest[0]), len(rest))
+        parts.append(f"{rest[0]}(x{run})" if run > 1 else str(rest[0]))
+        rest = rest[run:]
+    assert expand_tasks_per_node(",".join(parts)) == counts

@@ -1,0 +1,128 @@
+"""The sample stream is a pure function of (seed, epoch, index)."""
+
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from common.errors import InputError
+from common.stream import GlobalBatches, Samples, fixed_batches, make_loader
+
+worlds = st.sampled_from([1, 2, 3, 4, 6])
+
+
+class Numbers:
+    """Sample i is an image that holds i."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((1, 2, 2), float(index)), index
+
+
+def jitter(image: Tensor) -> Tensor:
+    return image + torch.rand(())
+
+
+def samples(count: int, seed: int = 7) -> Samples:
+    return Samples(Numbers(), range(count), jitter, seed)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(24, 200), st.integers(0, 5), st.integers(0, 3), worlds)
+def test_a_global_batch_is_the_same_for_every_world_size(
+    count: int, seed: int, epoch: int, world_size: int
+) -> None:
+    def global_batches(world: int) -> list[list[Any]]:
+        shares = [GlobalBatches(count, 12, seed, rank, world) for rank in range(world)]
+        for share in shares:
+            share.set_epoch(epoch)
+        return [list(chain(*parts)) for parts in zip(*shares, strict=True)]
+
+    assert global_batches(world_size) == global_batches(1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(24, 200), st.integers(0, 3), worlds, st.integers(0, 20))
+def test_a_resumed_epoch_is_the_rest_of_the_whole_one(
+    count: int, epoch: int, world_size: int, batch: int
+) -> None:
+    batches = GlobalBatches(count, 12, 0, world_size - 1, world_size)
+    batches.set_epoch(epoch)
+    whole = list(batches)
+    batch = min(batch, len(whole))
+    batches.set_epoch(epoch, first_batch=batch)
+    assert len(batches) == len(whole) - batch
+    assert list(batches) == whole[batch:]
+
+
+def test_an_epoch_shows_each_sample_at_most_once_and_in_another_order_each_time() -> None:
+    batches = GlobalBatches(100, 12, 0, 0, 1)
+    orders = []
+    for epoch in range(3):
+        batches.set_epoch(epoch)
+        indices = [index for keys in batches for _, index in keys]
+        assert len(indices) == len(set(indices)) == 96
+        orders.append(indices)
+    assert orders[0] != orders[1] != orders[2]
+
+
+def test_the_union_over_ranks_is_what_distributed_sampler_would_give() -> None:
+    """Same contract as torch's: every sample once an epoch over all ranks, none twice."""
+    torchs: list[DistributedSampler[int]] = [
+        DistributedSampler(range(96), num_replicas=3, rank=rank, drop_last=True)  # type: ignore[arg-type]
+        for rank in range(3)
+    ]
+    ours = [GlobalBatches(96, 12, 0, rank, 3) for rank in range(3)]
+    union = sorted(index for share in ours for keys in share for _, index in keys)
+    assert union == sorted(chain(*torchs)) == list(range(96))
+    assert {len(share) * share.batch_size_per_rank for share in ours} == {len(torchs[0])}
+
+
+def test_augmentation_depends_on_the_key_alone() -> None:
+    data = samples(10)
+    torch.manual_seed(1)
+    first = data[(2, 5)][0]
+    torch.manual_seed(99)
+    _ = data[(0, 1)]
+    assert torch.equal(data[(2, 5)][0], first)
+    assert not torch.equal(data[(3, 5)][0], first), "each epoch augments anew"
+    assert not torch.equal(data[(2, 6)][0] - 1, first), "each sample has its own draw"
+    assert not torch.equal(samples(10, seed=8)[(2, 5)][0], first), "the seed decides too"
+
+
+@pytest.mark.parametrize("style", ["map", "stream"])
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_workers_and_the_iterable_give_the_same_batches(style: str, workers: int) -> None:
+    def batches(style: str, workers: int) -> list[Tensor]:
+        share = GlobalBatches(60, 12, 3, 1, 2)
+        loader = make_loader(samples(60), share, style=style, num_workers=workers)
+        seen = []
+        for epoch, first_batch in ((0, 0), (1, 2)):  # the same loader goes on over epochs
+            share.set_epoch(epoch, first_batch)
+            seen += [images for images, _ in loader]
+        return seen
+
+    before = torch.get_rng_state()
+    found, expected = batches(style, workers), batches("map", 0)
+    assert len(found) == len(expected) == 8
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert torch.equal(torch.get_rng_state(), before), "loading draws from generators of its own"
+
+
+@given(st.integers(1, 2000), worlds)
+def test_evaluation_sees_every_sample_once_in_the_same_batches(count: int, world: int) -> None:
+    dealt = [fixed_batches(count, 64, rank, world) for rank in range(world)]
+    everything = [keys for share in dealt for keys in share]
+    assert sorted(chain(*everything)) == [(0, index) for index in range(count)]
+    assert sorted(everything) == fixed_batches(count, 64, 0, 1)
+
+
+def test_batches_that_cannot_be() -> None:
+    with pytest.raises(InputError, match="96 or 99"):
+        GlobalBatches(1000, 97, 0, 0, 3)
+    with pytest.raises(InputError, match="more than the 10 samples"):
+        GlobalBatches(10, 12, 0, 0, 1)
