@@ -91,8 +91,6 @@ def process_group(
         torch.cuda.set_device(device)
     if ranks.world_size == 1:
         dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    elif ranks.agent_store:
-        dist.init_process_group(name, init_method="env://", timeout=timeout)
     else:
         _choose_interface(ranks)
         store = _connect(ranks, timeout_s)
@@ -126,14 +124,18 @@ def _connect(ranks: Ranks, timeout_s: float) -> dist.Store:
     if several_hosts and loopback:
         timeout_s = min(timeout_s, _LOOPBACK_PATIENCE_S)
     try:
-        return dist.TCPStore(
+        store = dist.TCPStore(
             address,
             port,
             ranks.world_size,
-            is_master=ranks.rank == 0,
+            is_master=ranks.rank == 0 and not ranks.agent_store,
             timeout=datetime.timedelta(seconds=timeout_s),
+            wait_for_workers=not ranks.agent_store,
             master_listen_fd=ranks.listen_fd,
         )
+        # torchrun's agent keeps its store when it restarts the ranks (static rendezvous), and
+        # env:// would then meet the addresses of the dead.
+        return dist.PrefixStore(f"attempt_{ranks.attempt}", store)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):
             raise InputError(

@@ -32,6 +32,8 @@ class Ranks:
     """TCP port of rank 0's store; 0 where the run is one process and needs none."""
     agent_store: bool = False
     """The launcher itself serves the store (torchrun): no rank may start another."""
+    attempt: int = 0
+    """How often the agent has restarted its ranks: what earlier ones left in its store is stale."""
     listen_fd: int | None = None
     """A listening socket that the launcher bound for rank 0, so that no port is lost in between."""
 
@@ -133,6 +135,7 @@ def _from_torchrun(env: Mapping[str, str], local_rank_argument: int | None) -> R
         env.get("MASTER_ADDR", "127.0.0.1"),
         _port(env, launcher, world_size),
         env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
         int(fd) if fd is not None and rank == 0 else None,
     )
 

@@ -211,8 +211,10 @@ def worker(local_rank: int, config: Config, nproc: int, store: socket) -> None:
     address, port = store.getsockname()
     if local_rank != 0:
         store.close()
-    listen_fd = store.fileno() if local_rank == 0 else None
-    ranks = Ranks(local_rank, local_rank, nproc, nproc, "spawn", address, port, False, listen_fd)
+    ranks = Ranks(
+        local_rank, local_rank, nproc, nproc, "spawn", address, port,
+        listen_fd=store.fileno() if local_rank == 0 else None,
+    )  # fmt: skip
     sys.exit(run_rank(lambda: train(config, ranks), ranks))
 
 

@@ -1,0 +1,319 @@
+"""The recipes as a user starts them: every launcher, every way to be interrupted, one result."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from common.record import weights_sha256
+from tests.conftest import ROOT, Recipe, Result, need, wait_for
+
+OPTIONS = ("--epochs", "6", "--log-every", "5", "--snapshot-every", "4")
+STEPS = 6 * 14
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Result]:
+    """One uninterrupted run of ddp_launch that every other way to get there must equal."""
+    runner = Recipe(tmp_path_factory.mktemp("reference"))
+    yield runner("ddp_launch", *OPTIONS).assert_ok()
+    runner.stop()
+
+
+def assert_same(result: Result, reference: Result) -> None:
+    result.assert_ok()
+    assert result.sha == reference.sha
+    assert result.losses == reference.losses
+
+
+def test_make_run_trains_with_its_defaults(recipe: Recipe) -> None:
+    need("make")
+    folder = recipe.tmp_path / "a folder"
+    process = recipe.start(
+        "make", "--no-print-directory", "-C", ROOT, "run", f"PYTHON={sys.executable}",
+        "RECIPE=ddp_launch", f"ARGS=--output-dir '{folder}'",
+    )  # fmt: skip
+    result = recipe.finish(process, folder).assert_ok()
+    summary = result.summary
+    assert summary["val_accuracy"] >= 0.97
+    assert summary["val_accuracy"] == summary["val_correct"] / summary["val_total"]
+    assert result.elapsed_s < 60
+    assert summary.keys() == {
+        "recipe", "world_size", "epochs", "steps", "train_loss", "val_accuracy", "val_correct",
+        "val_total", "samples_per_s", "peak_memory_bytes", "elapsed_s", "weights_sha256",
+        "resumed_from",
+    }  # fmt: skip
+    assert (summary["world_size"], len(summary["peak_memory_bytes"])) == (2, 2)
+    assert result.stdout.splitlines()[0].startswith("ddp_launch: world_size 2")
+    assert "device cpu (no GPU visible)" in result.stdout.splitlines()[0]
+    assert re.search(r"val_accuracy +0\.9[789]", result.stdout), "the table at the end"
+    assert "step/s" in result.stderr, "the progress bar"
+    assert_record(folder, summary)
+
+
+def assert_record(folder: Path, summary: dict[str, Any]) -> None:
+    """The files of the contract."""
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["lr"], config["data"], config["seed"]) == (0.1, "digits", 0)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["torch"] == torch.__version__
+    assert manifest["world_size"] == 2
+    assert re.fullmatch("[0-9a-f]{64}", manifest["data_fingerprint"])
+    assert manifest["determinism"]["cpu_threads"] == 1
+    assert set(manifest["environment"]) <= {"OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG"}
+    weights = torch.load(folder / "model.pt", weights_only=True)
+    assert weights_sha256(weights) == summary["weights_sha256"]
+    assert not any(name.startswith("module.") for name in weights)
+    assert len(list((folder / "snapshots").iterdir())) == 3
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    scalars = {"loss", "accuracy", "learning_rate", "samples_per_s"}
+    assert scalars <= set(events.Tags()["scalars"])
+    accuracy = [event.value for event in events.Scalars("accuracy")]
+    assert accuracy[-1] == pytest.approx(summary["val_accuracy"])
+    lines = [json.loads(s) for s in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all({"step", "epoch"} <= line.keys() for line in lines)
+    assert all({"loss", "lr"} <= line.keys() or "val_loss" in line for line in lines)
+    assert sum("val_accuracy" in line for line in lines) == summary["epochs"]
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("ddp_launch", ()),
+        ("ddp_launch", ("--num-workers", "2")),
+        ("ddp_launch", ("--num-workers", "1", "--loader", "stream")),
+        ("ddp_spawn", ()),
+    ],
+)
+def test_the_same_options_give_the_same_weights(
+    recipe: Recipe, reference: Result, name: str, extra: tuple[str, ...]
+) -> None:
+    assert_same(recipe(name, *OPTIONS, *extra), reference)
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "torch.distributed.run -m recipes.ddp_launch.train",
+        "torch.distributed.run recipes/ddp_launch/train.py",
+        "torch.distributed.run -m recipes.ddp_spawn.train",
+        "torch.distributed.launch recipes/ddp_launch/train.py",
+        "torch.distributed.launch --use_env -m recipes.ddp_launch.train",
+    ],
+)
+def test_under_torchs_launchers(recipe: Recipe, reference: Result, launcher: str) -> None:
+    module, *rest = launcher.split()
+    rest = [str(ROOT / part) if part.endswith(".py") else part for part in rest]
+    folder = recipe.tmp_path / "run"
+    process = recipe.start(
+        sys.executable, "-m", module, "--nproc-per-node", "2", "--master-port", "29511",
+        *rest, *OPTIONS, "--output-dir", folder,
+    )  # fmt: skip
+    result = recipe.finish(process, folder)
+    assert_same(result, reference)
+    assert "launcher: torchrun" in result.stdout
+    assert result.stdout.count("world_size 2") == 1, "only rank 0 talks"
+
+
+@pytest.mark.parametrize("name", ["ddp_launch", "ddp_spawn"])
+def test_under_mpirun(recipe: Recipe, reference: Result, name: str) -> None:
+    need("mpirun")
+    process = recipe.start(
+        "mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2",
+        *recipe.command(name, *OPTIONS),
+    )  # fmt: skip
+    result = recipe.finish(process, recipe.tmp_path / "run")
+    assert_same(result, reference)
+    assert "launcher: openmpi" in result.stdout
+
+
+def test_started_as_a_file(recipe: Recipe, reference: Result) -> None:
+    for name in ("ddp_launch", "ddp_spawn"):
+        folder = recipe.tmp_path / name
+        file = ROOT / "recipes" / name / "train.py"
+        process = recipe.start(
+            sys.executable, file, "--nproc", "2", *OPTIONS, "--output-dir", folder,
+            env={"PYTHONPATH": ""},
+        )  # fmt: skip
+        assert_same(recipe.finish(process, folder), reference)
+
+
+def snapshot_steps(folder: Path) -> list[int]:
+    return sorted(int(p.name[5:13]) for p in folder.glob("snapshots/step_*.pt"))
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    wait_for(lambda: (snapshot_steps(folder) or [0])[-1] >= step)
+
+
+def ranks_of(parent: int) -> dict[int, int]:
+    """Rank to process id of the ranks below a process."""
+    found: dict[int, int] = {}
+    listed = subprocess.run(
+        ["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True
+    ).stdout
+    pairs = [tuple(map(int, line.split())) for line in listed.splitlines()]
+    below = {parent}
+    for _ in range(3):
+        below |= {pid for pid, ppid in pairs if ppid in below}
+    for pid in below - {parent}:
+        try:
+            env = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        for entry in env:
+            if entry.startswith(b"RANK="):
+                found[int(entry[5:])] = pid
+    return found
+
+
+@pytest.mark.parametrize("name", ["ddp_launch", "ddp_spawn"])
+def test_killed_in_the_middle_of_an_epoch(recipe: Recipe, reference: Result, name: str) -> None:
+    """The launcher dies of SIGKILL, which no handler sees; no rank outlives it."""
+    command = recipe.command(name, *OPTIONS)
+    process = recipe.start(*command)
+    wait_for_step(recipe.tmp_path / "run", 16)
+    ranks = list(ranks_of(process.pid).values()) or children(process.pid)
+    process.kill()
+    process.wait()
+    assert len(ranks) >= 2
+    wait_for(lambda: not any(alive(pid) for pid in ranks), 10)
+    result = recipe.finish(recipe.start(*command), recipe.tmp_path / "run")
+    assert_same(result, reference)
+    assert 16 <= result.summary["resumed_from"] < STEPS
+
+
+def children(parent: int) -> list[int]:
+    text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+    return [int(pid) for pid in text.split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("ddp_launch", "SIGTERM"), ("ddp_launch", "SIGUSR1"), ("ddp_spawn", "SIGUSR2")],
+)
+def test_asked_to_stop(recipe: Recipe, reference: Result, name: str, number: str) -> None:
+    command = recipe.command(name, *OPTIONS, "--num-workers", "1")
+    folder = recipe.tmp_path / "run"
+    process = recipe.start(*command)
+    wait_for_step(folder, 8)
+    process.send_signal(signal.Signals[number])
+    stopped = recipe.finish(process, folder)
+    assert (stopped.status, stopped.errors) == (75, []), stopped.stderr
+    assert "run the same command to go on" in stopped.stdout
+    assert "Traceback" not in stopped.stderr
+    at = snapshot_steps(folder)[-1]
+    assert f"stopped after step {at}:" in stopped.stdout
+    assert 8 <= at < STEPS
+    result = recipe.finish(recipe.start(*command), folder)
+    assert_same(result, reference)
+    assert result.summary["resumed_from"] == at
+
+
+def test_a_signal_to_the_whole_session_spares_the_loading_processes(
+    recipe: Recipe, reference: Result
+) -> None:
+    """As a scheduler or a terminal does it: workers get the signal too."""
+    command = recipe.command("ddp_launch", *OPTIONS, "--num-workers", "1")
+    process = recipe.start(*command)
+    wait_for_step(recipe.tmp_path / "run", 8)
+    os.killpg(process.pid, signal.SIGTERM)
+    stopped = recipe.finish(process, recipe.tmp_path / "run")
+    assert (stopped.status, stopped.errors) == (75, []), stopped.stderr
+    assert_same(recipe.finish(recipe.start(*command), recipe.tmp_path / "run"), reference)
+
+
+@pytest.mark.parametrize("name", ["ddp_launch", "ddp_spawn"])
+def test_ctrl_c_leaves_no_process_behind(recipe: Recipe, name: str) -> None:
+    process = recipe.start(*recipe.command(name, *OPTIONS, "--num-workers", "1"))
+    wait_for_step(recipe.tmp_path / "run", 8)
+    family = children(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    result = recipe.finish(process, recipe.tmp_path / "run")
+    assert result.status == 130
+    assert "Traceback" not in result.stderr
+    wait_for(lambda: not any(alive(pid) for pid in family), 10)
+
+
+@pytest.mark.parametrize("name", ["ddp_launch", "ddp_spawn"])
+def test_a_killed_rank_ends_the_run_and_is_named(
+    recipe: Recipe, reference: Result, name: str
+) -> None:
+    command = recipe.command(name, *OPTIONS)
+    folder = recipe.tmp_path / "run"
+    process = recipe.start(*command)
+    wait_for_step(folder, 8)
+    victim = ranks_of(process.pid).get(1) or children(process.pid)[-1]
+    os.kill(victim, signal.SIGKILL)
+    result = recipe.finish(process, folder, timeout_s=30)
+    assert result.status == 1
+    assert len(result.errors) == 1, result.stderr
+    assert re.match(r"error: rank 1 on \S+ was killed by SIGKILL", result.errors[0])
+    assert_same(recipe.finish(recipe.start(*command), folder), reference)
+
+
+def test_torchrun_restarts_a_rank_that_dies_once(recipe: Recipe, reference: Result) -> None:
+    folder = recipe.tmp_path / "run"
+    process = recipe.start(
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+        "--max-restarts", "1", "--master-port", "29512",
+        "-m", "recipes.ddp_launch.train", *OPTIONS, "--output-dir", folder,
+    )  # fmt: skip
+    wait_for_step(folder, 8)
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+    result = recipe.finish(process, folder)
+    assert_same(result, reference)
+    assert result.summary["resumed_from"] >= 8
+
+
+def test_a_finished_run_started_again_stays_as_it_is(recipe: Recipe) -> None:
+    first = recipe("ddp_launch", "--epochs", "1").assert_ok()
+    losses, sha = first.metrics, first.sha
+    again = recipe("ddp_launch", "--epochs", "1").assert_ok()
+    assert (again.sha, again.metrics) == (sha, losses)
+
+
+def test_front_door_lists_the_recipes(recipe: Recipe) -> None:
+    process = recipe.start(sys.executable, "-m", "recipes")
+    result = recipe.finish(process, recipe.tmp_path)
+    assert result.status == 0
+    for name in ("ddp_launch", "ddp_spawn"):
+        assert re.search(rf"^  {name} +DistributedDataParallel", result.stdout, re.MULTILINE)
+
+
+def test_help_lists_grouped_options_with_defaults_and_units(recipe: Recipe) -> None:
+    process = recipe.start(sys.executable, "-m", "recipes", "ddp_launch", "--help")
+    result = recipe.finish(process, recipe.tmp_path)
+    assert result.status == 0
+    text = " ".join(re.sub("[│─╭╮╰╯]", " ", result.stdout).split())
+    for part in ("launch options", "run options", "data options", "model options",
+                 "optimizer options", "parallel options", "--global-batch-size", "(default: 0.1)",
+                 "--sync-bn, --no-sync-bn", "{auto,gloo,nccl}", "[steps]", "--nproc"):  # fmt: skip
+        assert part in text, part
+
+
+def test_make_help_is_the_default_goal_and_diff_ddp_is_short(recipe: Recipe) -> None:
+    need("make", "awk", "diff")
+    listing = recipe.finish(recipe.start("make", "-C", ROOT), recipe.tmp_path).assert_ok().stdout
+    for target in ("run", "test", "check", "lock", "diff-ddp", "help"):
+        assert f"make {target} " in listing
+    diff = recipe.finish(recipe.start("make", "-C", ROOT, "diff-ddp"), recipe.tmp_path).stdout
+    changed = [line for line in diff.splitlines() if re.match(r"[+-](?![+-]{2})", line)]
+    assert 10 < len(changed) < 70, "a newcomer reads it in a minute"
