@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -124,14 +125,11 @@ def make_loaders(
 
 def _open(options: DataOptions, seed: int, ranks: Ranks) -> Data:
     if options.data == "digits":
-        from sklearn.datasets import load_digits
-
-        digits = load_digits()
-        images = (torch.from_numpy(digits.images).float()[:, None] / 16 - 0.305) / 0.376
+        pixels, labels = _digits()
+        images = (torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16 - 0.305) / 0.376
         order = np.random.Generator(np.random.PCG64(mix(seed))).permutation(len(images)).tolist()
-        arrays = _Arrays(_resized(images, options.image_size), digits.target)
-        cut = len(order) * 4 // 5
-        names = [str(n) for n in digits.target_names]
+        arrays = _Arrays(_resized(images, options.image_size), labels)
+        cut, names = len(order) * 4 // 5, [str(n) for n in range(10)]
         return _data(arrays, order[:cut], order[cut:], _shift, _same, seed, names, arrays.digest())
     if options.data == "fake":
         images, labels = _fake_images(options.image_size or 32)
@@ -161,6 +159,19 @@ def _data(
     validation = Samples(source, val, val_transform, seed)
     channels = validation[(0, 0)][0].shape[0]
     return Data(training, validation, names, channels, fingerprint)
+
+
+def _digits() -> tuple[Any, Any]:
+    """Pixels (1797, 64) in 0..16 and classes (1797,): what `sklearn.datasets.load_digits` reads.
+
+    From the file in the package, because importing sklearn takes a second in every rank.
+    """
+    package = find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise InputError("--data digits needs scikit-learn, which holds it: pip install it")
+    path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    table = np.loadtxt(path, delimiter=",", dtype=np.float32)
+    return table[:, :-1], table[:, -1].astype(int)
 
 
 class _Arrays:
@@ -249,7 +260,7 @@ class _ImageFiles:
         try:
             with Image.open(path) as image:
                 return image.convert("RGB"), label
-        except (OSError, SyntaxError) as error:  # Pillow raises SyntaxError on some broken PNGs
+        except Exception as error:  # Pillow raises what its many decoders raise
             raise TrainingError(
                 f"cannot read {path}, which was there at the start: {error}"
             ) from None
@@ -260,7 +271,9 @@ def _image_folder(options: DataOptions, seed: int, ranks: Ranks) -> Data:
 
     root = options.data_path
     assert root is not None
-    split = [root / "train", root / "val"] if (root / "train").is_dir() else [root]
+    split = [root / "train", root / "val"]
+    if not all(part.is_dir() for part in split):
+        split = [root]
     names = _class_names(split[0])
     files = [_list_images(folder, names) for folder in split]
     train: Sequence[int]
@@ -344,8 +357,9 @@ def _image_fault(path: Path) -> str | None:
 
     try:
         with Image.open(path) as image:
-            image.draft("RGB", (image.width // 8, image.height // 8))  # JPEG: decode an eighth
+            eighth = (max(1, image.width // 8), max(1, image.height // 8))
+            image.draft("RGB", eighth)  # a JPEG is then decoded at that size, and still in full
             image.load()
-    except (OSError, SyntaxError) as error:
+    except Exception as error:  # Pillow raises what its many decoders raise
         return f"{path} cannot be decoded as an image ({error})"
     return None

@@ -4,10 +4,13 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from common.errors import InputError
 from common.seeds import rng_state, set_rng_state
 
 
-def settle_buckets(model: DistributedDataParallel, image: Tensor, batch_size: int) -> None:
+def settle_buckets(
+    model: DistributedDataParallel, image: Tensor, batch_size: int, autocast: torch.autocast
+) -> None:
     """Run one backward pass whose result is thrown away, so that the gradient buckets are final.
 
     DDP lays its buckets out anew after the first backward pass, by the order in which gradients
@@ -19,10 +22,19 @@ def settle_buckets(model: DistributedDataParallel, image: Tensor, batch_size: in
         model: in train mode; its gradients are None afterwards.
         image: one sample (channels, height, width).
         batch_size: samples a batch of this rank.
+        autocast: the context that training uses.
+
+    Raises:
+        InputError: a batch that the model cannot train on (BatchNorm over a single value).
     """
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     random_state = rng_state()
-    model(image.expand(batch_size, *image.shape)).float().sum().backward()
+    try:
+        with autocast:
+            logits = model(image.expand(batch_size, *image.shape))
+    except ValueError as error:
+        raise InputError(f"{batch_size} samples a rank of {tuple(image.shape)}: {error}") from error
+    logits.float().sum().backward()
     model.zero_grad(set_to_none=True)
     with torch.no_grad():
         for buffer, before in buffers:
@@ -30,3 +42,5 @@ def settle_buckets(model: DistributedDataParallel, image: Tensor, batch_size: in
         # The next forward pass is the one that lays them out, by what the backward has seen.
         model.reducer._rebuild_buckets()
     set_rng_state(random_state)
+    if image.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(image.device)

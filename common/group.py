@@ -5,6 +5,7 @@ import fcntl
 import os
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -13,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from common.errors import InputError, PeerError, StopRequested, TrainingError
-from common.ranks import Ranks
+from common.launch import report
+from common.ranks import Ranks, resolve
 
 T = TypeVar("T")
 
@@ -43,14 +45,15 @@ def choose_device(device: str, ranks: Ranks, visible_gpus: int | None = None) ->
             return torch.device("cpu")
         raise InputError("--device cuda, but this process sees no GPU: give --device cpu, or check "
                          "the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES")  # fmt: skip
-    if ranks.local_rank < gpus:
-        return torch.device("cuda", ranks.local_rank)
     if gpus == 1:
         return torch.device("cuda", 0)
-    raise InputError(
-        f"{ranks.local_world_size} processes on this host but {gpus} GPUs: "
-        f"start --nproc {gpus} or fewer, or give --device cpu"
-    )
+    if ranks.local_world_size > gpus:  # on every rank alike: none is left waiting for the others
+        raise InputError(
+            f"{ranks.local_world_size} processes on this host but {gpus} GPUs: start --nproc "
+            f"{gpus} or fewer, or give --device cpu (set LOCAL_WORLD_SIZE if they are on several "
+            "hosts)"
+        )
+    return torch.device("cuda", ranks.local_rank)
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
@@ -114,15 +117,21 @@ def _connect(ranks: Ranks, timeout_s: float) -> dist.Store:
     address, port = ranks.master_addr, ranks.master_port
     several_hosts = ranks.local_world_size < ranks.world_size
     try:
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise InputError(
             f"MASTER_ADDR {address!r} does not resolve on host {socket.gethostname()} ({error}): "
             "give rank 0's host by an address that every host knows"
         ) from error
-    loopback = all(str(entry[4][0]).startswith(("127.", "::1")) for entry in found)
+    # As written, not as resolved: Debian's /etc/hosts gives a host's own name 127.0.1.1.
+    loopback = address in ("localhost", "::1") or address.startswith("127.")
     if several_hosts and loopback:
         timeout_s = min(timeout_s, _LOOPBACK_PATIENCE_S)
+    # A stranger's server on that port may take the connection and never answer: TCPStore's own
+    # time-out does not cover that.
+    watchdog = threading.Timer(timeout_s + 5, _give_up, (address, port, timeout_s))
+    watchdog.daemon = True
+    watchdog.start()
     try:
         store = dist.TCPStore(
             address,
@@ -155,6 +164,16 @@ def _connect(ranks: Ranks, timeout_s: float) -> dist.Store:
             f"(firewall), and is the interface right? This host has {', '.join(names) or 'lo only'}"
             "; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose one."
         ) from error
+    finally:
+        watchdog.cancel()
+
+
+def _give_up(address: str, port: int, timeout_s: float) -> None:
+    error = TrainingError(
+        f"{address}:{port} took the connection but gave no answer for {timeout_s:.0f} s: another "
+        "program has that port, or rank 0 hangs; give another MASTER_PORT"
+    )
+    os._exit(report(error, resolve()))
 
 
 def _choose_interface(ranks: Ranks) -> None:
@@ -165,6 +184,9 @@ def _choose_interface(ranks: Ranks) -> None:
     """
     if ranks.local_world_size < ranks.world_size and "GLOO_SOCKET_IFNAME" not in os.environ:
         name = interface_towards(ranks.master_addr)
+        if name == "lo":  # this is rank 0's host: take the interface that leads outside
+            others = [other for _, other in socket.if_nameindex() if other != "lo"]
+            name = others[0] if len(others) == 1 else interface_towards("192.0.2.1")
         if name and name != "lo":
             os.environ["GLOO_SOCKET_IFNAME"] = name
 

@@ -5,6 +5,7 @@ status into 1 and dies of SIGUSR1, so that a scheduler cannot tell "stopped, run
 from "failed"; hence these hundred lines. They import no torch: the ranks start at once.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -58,9 +59,14 @@ def listen(address: str, port: int) -> socket.socket:
     Raises:
         InputError: the port is in use.
     """
-    loopback = address in ("127.0.0.1", "localhost")
     try:
-        return socket.create_server(("127.0.0.1" if loopback else "", port))
+        if address in ("127.0.0.1", "localhost"):
+            return socket.create_server(("127.0.0.1", port))
+        if address == "::1":
+            return socket.create_server(("::1", port), family=socket.AF_INET6)
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        return socket.create_server(("", port), family=family, dualstack_ipv6=both)
     except OSError as error:
         raise InputError(
             f"port {port} on {socket.gethostname()} cannot be taken ({error.strerror}): give "
@@ -72,6 +78,7 @@ def make_error_folder() -> Path:
     """A folder in which the ranks started from here leave their errors for `supervise`."""
     folder = tempfile.mkdtemp(prefix="recipes-")
     os.environ["RECIPES_ERROR_DIR"] = folder
+    os.environ["RECIPES_PARENT"] = str(os.getpid())
     return Path(folder)
 
 
@@ -121,7 +128,11 @@ def launch(
         if rank == 0 and store:
             env["RECIPES_LISTEN_FD"] = str(store.fileno())
             pass_fds = [store.fileno()]
-        process = subprocess.Popen([sys.executable, *arguments], env=env, pass_fds=pass_fds)
+        process = subprocess.Popen(
+            [sys.executable, "-P", *arguments],  # -P: a common.py of the user's folder is not ours
+            env=env,
+            pass_fds=pass_fds,
+        )
         children.append(Child(rank, process.pid, process.poll))
     if store:
         store.close()  # rank 0 holds it now
@@ -141,11 +152,13 @@ def supervise(children: Sequence[Child], errors: Path) -> int:
     pending = {child.rank: child for child in children}
     failed: list[tuple[Child, int]] = []
     ended: set[int] = set()  # ranks that were killed here, and so are not the cause
+    forwarded: set[int] = set()
     deadline = float("inf")
 
     def forward(number: int, _frame: object) -> None:
+        forwarded.add(number)
         for child in pending.values():
-            os.kill(child.pid, number)
+            _kill(child, number)
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, forward)
@@ -156,13 +169,15 @@ def supervise(children: Sequence[Child], errors: Path) -> int:
                 if status is None:
                     continue
                 del pending[child.rank]
+                if -status in forwarded:  # before it could listen: nothing was trained yet
+                    status = STATUS_STOPPED
                 if status != 0:
                     failed.append((child, status))
                     deadline = min(deadline, time.monotonic() + GRACE_S)
             if pending and time.monotonic() > deadline:
                 for child in pending.values():
                     ended.add(child.rank)
-                    os.kill(child.pid, signal.SIGKILL)
+                    _kill(child, signal.SIGKILL)
                 deadline = float("inf")
             time.sleep(0.02)
         return _verdict([(c, s) for c, s in failed if c.rank not in ended], errors)
@@ -170,8 +185,13 @@ def supervise(children: Sequence[Child], errors: Path) -> int:
         return 128 + signal.SIGINT
     finally:
         for child in pending.values():
-            os.kill(child.pid, signal.SIGKILL)
+            _kill(child, signal.SIGKILL)
         shutil.rmtree(errors, ignore_errors=True)
+
+
+def _kill(child: Child, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child.pid, number)
 
 
 def _verdict(failed: list[tuple[Child, int]], errors: Path) -> int:
@@ -179,23 +199,25 @@ def _verdict(failed: list[tuple[Child, int]], errors: Path) -> int:
         return STATUS_FINISHED
     if all(status == STATUS_STOPPED for _, status in failed):
         return STATUS_STOPPED
+    left = [json.loads(path.read_text()) for path in errors.glob("*.json")]
     # A killed rank leaves no word, and its peers then fail because it is gone: it is the cause.
+    # But NCCL aborts the peers of a rank that failed by itself and said so.
     killed = [(child, -status) for child, status in failed if status < 0]
+    killed = [(c, number) for c, number in killed if not (left and number == signal.SIGABRT)]
     if killed:
         child, number = killed[0]
         hint = ": out of memory?" if number == signal.SIGKILL else ""
-        print(f"error: rank {child.rank} on {socket.gethostname()} was killed by "
+        # Its progress bar may stand on the line.
+        print(f"\nerror: rank {child.rank} on {socket.gethostname()} was killed by "
               f"{signal.Signals(number).name}{hint}", file=sys.stderr)  # fmt: skip
         return STATUS_FAILED
-    left = [json.loads(path.read_text()) for path in errors.glob("*.json")]
     if left:
         first = min(left, key=lambda entry: entry["time"])
         print(first["traceback"] + first["line"], file=sys.stderr)
         return int(first["status"])
-    child, status = failed[0]
-    if status not in (STATUS_FAILED, STATUS_BAD_INPUT):
-        print(f"error: rank {child.rank} on {socket.gethostname()} exited with status {status}",
-              file=sys.stderr)  # fmt: skip
+    child, status = next((c, s) for c, s in failed if s != STATUS_STOPPED)
+    print(f"error: rank {child.rank} on {socket.gethostname()} exited with status {status}; "
+          "what it said is above", file=sys.stderr)  # fmt: skip
     return STATUS_BAD_INPUT if status == STATUS_BAD_INPUT else STATUS_FAILED
 
 
@@ -205,8 +227,10 @@ def run_rank(body: Callable[[], Any], ranks: Ranks) -> int:
     Where `launch` or a spawning parent supervises, the line is left for it, which shows the first
     failure and not the ones that follow from it.
     """
-    if "RECIPES_ERROR_DIR" in os.environ:
-        _die_with_parent()
+    die_with_parent()
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        # Until the training listens (common.stop) there is nothing to save.
+        signal.signal(number, lambda *_: os._exit(STATUS_STOPPED))
     try:
         body()
         return STATUS_FINISHED
@@ -220,6 +244,10 @@ def run_rank(body: Callable[[], Any], ranks: Ranks) -> int:
 
 def report(error: Exception, ranks: Ranks) -> int:
     """Show `error` to the person, or leave it for the supervisor; return its exit status."""
+    from tqdm import tqdm
+
+    for bar in list(getattr(tqdm, "_instances", ())):
+        bar.close()  # else the line below would begin behind it
     status = STATUS_BAD_INPUT if isinstance(error, InputError) else STATUS_FAILED
     message = " ".join(_own_message(error).split())
     where = f"rank {ranks.rank} on {socket.gethostname()}: "
@@ -231,8 +259,11 @@ def report(error: Exception, ranks: Ranks) -> int:
         if not isinstance(error, PeerError):
             entry = {"time": time.time(), "line": line, "traceback": trace, "status": status}
             path = Path(folder) / f"{ranks.rank}.json"
-            path.with_suffix(".tmp").write_text(json.dumps(entry))
-            path.with_suffix(".tmp").rename(path)
+            try:
+                path.with_suffix(".tmp").write_text(json.dumps(entry))
+                path.with_suffix(".tmp").rename(path)
+            except OSError:  # a full /tmp must not hide what happened
+                print(trace + line, file=sys.stderr, flush=True)
     elif isinstance(error, InputError):
         if ranks.rank == 0 if getattr(error, "agreed", False) else ranks.local_rank == 0:
             print(line, file=sys.stderr, flush=True)
@@ -250,7 +281,11 @@ def _own_message(error: Exception) -> str:
     return text or type(error).__name__
 
 
-def _die_with_parent() -> None:
-    """Ask Linux to kill this process when its launcher is gone: no orphan keeps a GPU."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+def die_with_parent() -> None:
+    """Where `launch` or a spawning parent started this: end when it does. No orphan keeps a GPU."""
+    parent = os.environ.get("RECIPES_PARENT")
+    if parent and "RECIPES_ERROR_DIR" in os.environ and os.getpid() != int(parent):
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != int(parent):  # it was gone before
+            os._exit(STATUS_FAILED)

@@ -37,13 +37,13 @@ def describe_run(device: torch.device, seed: int, data_fingerprint: str) -> dict
     cuda = device.type == "cuda"
     gpu = torch.cuda.get_device_name(device) if cuda else None
     hosts = gather((socket.gethostname(), gpu))
-    commit, diff = _git("rev-parse", "HEAD"), _git("diff", "HEAD")
+    commit, diff = _git("rev-parse", "HEAD"), _git("diff", "HEAD")  # bytes: a diff is no text
     lock = Path(sys.prefix) / "lock.txt"  # put there by the Makefile, with what it installed
     return {
         "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
-        "git_commit": commit,
+        "git_commit": commit.decode().strip() if commit else None,
         "git_dirty": bool(diff) if commit else None,
-        "git_diff_sha256": hashlib.sha256(diff.encode()).hexdigest() if diff else None,
+        "git_diff_sha256": hashlib.sha256(diff).hexdigest() if diff else None,
         "lock_sha256": hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else None,
         "image_digest": os.environ.get("RECIPES_IMAGE_DIGEST"),
         "python": platform.python_version(),
@@ -70,14 +70,12 @@ def describe_run(device: torch.device, seed: int, data_fingerprint: str) -> dict
     }
 
 
-def _git(*arguments: str) -> str | None:
+def _git(*arguments: str) -> bytes | None:
     try:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=20
-        )
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout if done.returncode == 0 else None
 
 
 def _driver() -> str | None:

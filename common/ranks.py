@@ -124,7 +124,9 @@ def _from_torchrun(env: Mapping[str, str], local_rank_argument: int | None) -> R
         )
     # Without LOCAL_WORLD_SIZE nobody knows how many processes share this host; all of them is the
     # reading that assumes least where the address is checked, and it is what one host has.
-    local_world_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
+    local_world_size = world_size
+    if "LOCAL_WORLD_SIZE" in env:
+        local_world_size = _number(env, "LOCAL_WORLD_SIZE", launcher)
     fd = env.get("RECIPES_LISTEN_FD")
     return Ranks(
         rank,
@@ -180,7 +182,7 @@ def _from_slurm(env: Mapping[str, str]) -> Ranks:
         raise InputError(
             "Slurm set neither SLURM_STEP_NUM_TASKS nor SLURM_NTASKS: start the tasks with srun"
         )
-    node_rank = int(env.get("SLURM_NODEID", 0))
+    node_rank = _number(env, "SLURM_NODEID", "slurm")
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
     if "MASTER_ADDR" not in env and not nodes:
         raise InputError("Slurm set no SLURM_STEP_NODELIST: give MASTER_ADDR yourself")
@@ -202,7 +204,10 @@ def _port(env: Mapping[str, str], launcher: str, world_size: int, job: str | Non
     tasks and steps have ids of their own and so ports of their own. Rank 0 checks it by binding.
     """
     if env.get("MASTER_PORT"):
-        return _number(env, "MASTER_PORT", launcher)
+        port = _number(env, "MASTER_PORT", launcher)
+        if not 0 < port < 2**16:
+            raise InputError(f"MASTER_PORT must lie in 1..65535, got {port}")
+        return port
     if reserved := re.match(r"\d+", env.get("SLURM_STEP_RESV_PORTS", "")):
         return int(reserved[0])
     if job is not None:

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import logging
+import math
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -17,12 +19,13 @@ from tqdm import tqdm
 from common.errors import InputError
 from common.group import agreed, broadcast
 from common.ranks import Ranks
-from common.snapshot import TrainingState, list_snapshots, refuse_mismatch
+from common.snapshot import TrainingState, differences, list_snapshots, refuse_mismatch
 
 log = logging.getLogger("recipes")
 
 # Options that change where, how fast or how long a run goes, but no number in it. The data's
 # fingerprint stands for its path, and the resolved batch for the two ways to give it.
+_MAY_DIFFER_BY_HOST = {"output_dir", "data_path", "weights", "resume"}
 _FREE = {
     "output_dir", "resume", "snapshot_every", "keep_snapshots", "log_every", "epoch_weights",
     "max_steps", "num_workers", "loader", "pin_memory", "download", "verify_images", "data_path",
@@ -67,7 +70,7 @@ class RunOptions:
             ("snapshot_every", 0), ("keep_snapshots", 1), ("log_every", 1), ("seed", 0),
             ("cpu_threads", 1), ("timeout_s", 1),
         ):  # fmt: skip
-            if getattr(self, name) < minimum:
+            if not minimum <= getattr(self, name) < math.inf:
                 raise ValueError(
                     f"--{name.replace('_', '-')} must be at least {minimum}: {getattr(self, name)}"
                 )
@@ -77,15 +80,24 @@ class Run:
     """One run's folder. Every rank has one of these; rank 0 alone writes."""
 
     def __init__(
-        self, recipe: str, options: RunOptions, ranks: Ranks, device: torch.device
+        self, recipe: str, config: Any, options: RunOptions, ranks: Ranks, device: torch.device
     ) -> None:
         """Make the folder if need be and write nothing over. Calls collectives.
 
         Raises:
-            InputError: a folder that cannot be written.
+            InputError: a folder that cannot be written, or other options than rank 0's.
         """
-        stamp = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
-        self.folder = broadcast(options.output_dir or Path("runs") / recipe / stamp)
+        given = {k: v for k, v in flatten(config).items() if k not in _MAY_DIFFER_BY_HOST}
+        rank_0 = broadcast(given)
+        with agreed():
+            if detail := differences(rank_0, given):
+                raise InputError(f"not started like rank 0: {detail}")
+        with agreed():
+            self.folder = options.output_dir or Path()
+            if options.output_dir is None and ranks.is_main:
+                self.folder = _new_folder(Path("runs") / recipe)
+        self.folder = broadcast(self.folder)
+        self._device = device
         self.snapshots = self.folder / "snapshots"
         self.recipe, self.ranks = recipe, ranks
         self._started_s = time.monotonic()
@@ -122,6 +134,7 @@ class Run:
         manifest: dict[str, Any],
         state: TrainingState,
         class_names: list[str],
+        global_batch_size: int,
     ) -> None:
         """Write config and manifest and open the metrics, cut back to the resumed position.
 
@@ -130,7 +143,15 @@ class Run:
         """
         with agreed():
             if self.ranks.is_main:
-                held, ours = self.folder / "config.json", {"recipe": self.recipe, **flatten(config)}
+                held = self.folder / "config.json"
+                ours = {
+                    "recipe": self.recipe,
+                    **flatten(config),
+                    "output_dir": str(self.folder),
+                    "global_batch_size": global_batch_size,
+                    "device": self._device.type,
+                    "backend": dist.get_backend(),
+                }
                 if held.is_file() and not list_snapshots(self.snapshots):
                     theirs = json.loads(held.read_text())
                     refuse_mismatch(_decisive(theirs), _decisive(ours), f"folder {self.folder}")
@@ -138,7 +159,9 @@ class Run:
                 _write_json(self.folder / "manifest.json", manifest)
                 _write_json(self.folder / "class_indices.json", dict(enumerate(class_names)))
                 self._metrics = (self.folder / "metrics.jsonl").open("ab")
-                self._metrics.truncate(state.metrics_bytes)
+                # A snapshot from another folder speaks of another file: nothing of it is here.
+                self._metrics.truncate(min(state.metrics_bytes, self._metrics.tell()))
+                self._metrics.seek(0, os.SEEK_END)
                 from torch.utils.tensorboard import SummaryWriter
 
                 self._tensorboard = SummaryWriter(
@@ -149,7 +172,7 @@ class Run:
         """Add a line to metrics.jsonl and the scalars to TensorBoard; rank 0 only acts."""
         if not self.ranks.is_main:
             return
-        line = json.dumps({"step": step, "epoch": epoch, **values})
+        line = json.dumps({"step": step, "epoch": epoch, **values}, allow_nan=False)
         self._metrics.write(line.encode() + b"\n")
         self._metrics.flush()
         names = {"loss": "loss", "val_accuracy": "accuracy", "lr": "learning_rate",
@@ -187,6 +210,20 @@ class Run:
         width = max(map(len, content))
         rows = [f"  {name:<{width}}  {_shown(name, value)}" for name, value in content.items()]
         log.info("\n".join(["", *rows, f"  {'output_dir':<{width}}  {self.folder}", ""]))
+
+
+def _new_folder(parent: Path) -> Path:
+    """A folder named by the time, made here: a second run of the same second gets another."""
+    stamp = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
+    for suffix in ("", *(f"-{number}" for number in range(2, 100))):
+        try:
+            (parent / f"{stamp}{suffix}").mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise InputError(f"{parent} cannot be written: {error}; give --output-dir") from error
+        return parent / f"{stamp}{suffix}"
+    raise InputError(f"{parent} holds a hundred runs of {stamp}: give --output-dir")
 
 
 def set_up_logs(ranks: Ranks) -> None:

@@ -67,6 +67,7 @@ class TrainingState:
         path = None
         with agreed():
             if dist.get_rank() == 0:
+                self._refuse_broken_weights(folder)
                 path = write(
                     folder,
                     self.step,
@@ -88,6 +89,14 @@ class TrainingState:
         found = broadcast(path)
         assert found is not None
         return found
+
+    def _refuse_broken_weights(self, folder: Path) -> None:
+        for name, value in self.model.state_dict().items():
+            if not value.isfinite().all():
+                raise TrainingError(
+                    f"{name} is not finite after step {self.step}, and is not saved: try a lower "
+                    f"--lr or a --warmup-epochs; last good snapshot: {_newest(folder)}"
+                )
 
     def next_epoch(self) -> None:
         """Move to the first batch of the next epoch."""
@@ -132,10 +141,9 @@ def refuse_non_finite(loss_sums: list[float], step: int, folder: Path) -> None:
     """
     bad = [rank for rank, value in enumerate(loss_sums) if not torch.tensor(value).isfinite()]
     if bad:
-        names = [path.name for path in list_snapshots(folder)[:1]] or ["none was written yet"]
         raise TrainingError(
             f"the loss is not finite on rank {', '.join(map(str, bad))} by step {step}: "
-            f"try a lower --lr or a --warmup-epochs; last good snapshot: {names[0]}"
+            f"try a lower --lr or a --warmup-epochs; last good snapshot: {_newest(folder)}"
         )
 
 
@@ -169,6 +177,10 @@ def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
 def list_snapshots(folder: Path) -> list[Path]:
     """Snapshot files by step, the newest first, unchecked."""
     return sorted(folder.glob("step_????????.????????????????.pt"), reverse=True)
+
+
+def _newest(folder: Path) -> str:
+    return next((path.name for path in list_snapshots(folder)), "none was written yet")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -206,6 +218,10 @@ def find(resume: str | Path, folder: Path, identity: Mapping[str, Any]) -> dict[
             or "never" with a folder that holds snapshots, which would be written over.
     """
     found = None
+    rank_0 = broadcast(dict(identity))
+    with agreed():
+        if detail := differences(rank_0, identity):
+            raise InputError(f"this rank trains on other data than rank 0: {detail}")
     with agreed():
         if dist.get_rank() == 0:
             found = _find(resume, folder)
@@ -215,9 +231,17 @@ def find(resume: str | Path, folder: Path, identity: Mapping[str, Any]) -> dict[
 
 
 def _find(resume: str | Path, folder: Path) -> dict[str, Any] | None:
-    if isinstance(resume, Path):
-        return read(resume)
     candidates = list_snapshots(folder)
+    if isinstance(resume, Path) and candidates:
+        # The same command again, after a stop: the folder's own snapshots are further on.
+        if resume.resolve().parent == folder.resolve() and resume.name != candidates[0].name:
+            raise InputError(
+                f"--resume {resume} is not the newest in its folder: to branch off from it, "
+                "choose another --output-dir"
+            )
+        log.info(f"--resume {resume} left aside: {folder} holds snapshots of its own")
+    elif isinstance(resume, Path):
+        return read(resume)
     if resume == "never":
         if candidates:
             raise InputError(
@@ -230,13 +254,14 @@ def _find(resume: str | Path, folder: Path) -> dict[str, Any] | None:
         try:
             found = read(path)
         except InputError as error:
-            log.warning(f"{error}; trying the one before")
+            log.warning(f"{error}; set aside, trying the one before")
+            path.rename(path.with_suffix(".unsound"))  # else it would count as one to keep
             continue
         log.info(f"resuming from {path.name}")
         return found
-    if candidates:
+    if unsound := list(folder.glob("*.unsound")):
         raise InputError(
-            f"none of the {len(candidates)} snapshots in {folder} is sound: "
+            f"none of the {len(unsound)} snapshots in {folder} is sound: "
             "choose another --output-dir to begin anew"
         )
     return None
@@ -244,11 +269,15 @@ def _find(resume: str | Path, folder: Path) -> dict[str, Any] | None:
 
 def refuse_mismatch(theirs: Mapping[str, Any], ours: Mapping[str, Any], what: str) -> None:
     """Raise InputError naming every option in which `theirs` and `ours` differ."""
-    names = sorted(theirs.keys() | ours.keys())
-    different = [n for n in names if theirs.get(n) != ours.get(n)]
-    if different:
-        detail = "; ".join(f"{n} {theirs.get(n)!r} there, {ours.get(n)!r} here" for n in different)
+    if detail := differences(theirs, ours):
         raise InputError(f"{what} is of another run ({detail}): choose another --output-dir")
+
+
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """Every name whose values differ, with both; empty where none does."""
+    names = sorted(theirs.keys() | ours.keys())
+    different = [name for name in names if theirs.get(name) != ours.get(name)]
+    return "; ".join(f"{n} {theirs.get(n)!r} there, {ours.get(n)!r} here" for n in different)
 
 
 def _digest(path: Path) -> str:

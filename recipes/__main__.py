@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from common.errors import STATUS_BAD_INPUT
+from common.launch import die_with_parent
 from recipes import cli
 
 
@@ -27,6 +28,7 @@ def recipes() -> dict[str, tuple[str, str]]:
 
 def main() -> int:
     """List the recipes, or run one."""
+    die_with_parent()
     known = recipes()
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):

@@ -50,8 +50,23 @@ class LaunchOptions:
             raise ValueError(f"--nproc must be at least 1, got {self.nproc}")
         if not 0 <= self.node_rank < self.nnodes:
             raise ValueError(f"--node-rank {self.node_rank} must lie in 0..{self.nnodes - 1}")
-        if self.nnodes > 1 and (self.master_addr or os.environ.get("MASTER_ADDR")) is None:
+        if self.nnodes > 1 and not self.address:
             raise ValueError("several hosts need --master-addr, host 0's address")
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"--master-port must lie in 1..65535, got {self.port}")
+
+    @property
+    def address(self) -> str:
+        """Host 0's address as given, or an empty string."""
+        return self.master_addr or os.environ.get("MASTER_ADDR") or ""
+
+    @property
+    def port(self) -> int:
+        """Host 0's port as given, or 0."""
+        text = os.environ.get("MASTER_PORT") or "0"
+        if self.master_port is None and not text.isdecimal():
+            raise ValueError(f"MASTER_PORT must be a whole number, got {text!r}")
+        return int(text) if self.master_port is None else self.master_port
 
     @property
     def processes(self) -> int:
@@ -74,11 +89,9 @@ def start(name: str, arguments: Sequence[str]) -> int:
         if ranks.launcher == "none" and not {"-h", "--help"} & set(arguments):
             options, rest = _split(arguments)
             if options.nnodes * options.processes > 1:
-                address = options.master_addr or os.environ.get("MASTER_ADDR") or "127.0.0.1"
-                port = options.master_port or int(os.environ.get("MASTER_PORT") or 0)
-                command = ["-m", "recipes", name, *rest]
+                command, address = ["-m", "recipes", name, *rest], options.address or "127.0.0.1"
                 return launch(command, options.processes, options.nnodes, options.node_rank,
-                              address, port)  # fmt: skip
+                              address, options.port)  # fmt: skip
     except InputError as error:
         return report(error, Ranks())
     return int(import_module(f"recipes.{name}.train").main(arguments))
@@ -167,9 +180,12 @@ def _one_line(box: str) -> str:
 
 def _resolve(arguments: Sequence[str]) -> tuple[Ranks, list[str]]:
     """Ranks, and the arguments without the `--local-rank` that torch.distributed.launch adds."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--local-rank", "--local_rank", type=int)
-    known, rest = parser.parse_known_args(list(arguments))
+    try:
+        known, rest = parser.parse_known_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise InputError(str(error)) from None
     return resolve(local_rank_argument=known.local_rank), rest
 
 

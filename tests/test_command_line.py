@@ -217,7 +217,7 @@ def test_asked_to_stop(recipe: Recipe, reference: Result, name: str, number: str
     process.send_signal(signal.Signals[number])
     stopped = recipe.finish(process, folder)
     assert (stopped.status, stopped.errors) == (75, []), stopped.stderr
-    assert "run the same command to go on" in stopped.stdout
+    assert f"run the same command with --output-dir {folder}" in stopped.stdout
     assert "Traceback" not in stopped.stderr
     at = snapshot_steps(folder)[-1]
     assert f"stopped after step {at}:" in stopped.stdout

@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from common.data import Data, DataOptions, load_data
+from common.data import Data, DataOptions, _digits, load_data
 from common.errors import InputError, TrainingError
 from common.ranks import Ranks
 from tests.pool import in_group
@@ -42,6 +42,14 @@ def flowers(root: Path, per_class: int = 10, names: tuple[str, ...] = ("daisy", 
         for number in range(per_class):
             photo(root / name / f"{name} {number}.jpg", label)
     return root
+
+
+def test_digits_are_what_sklearn_loads() -> None:
+    from sklearn.datasets import load_digits
+
+    pixels, labels = _digits()
+    assert np.array_equal(pixels, load_digits().data)
+    assert np.array_equal(labels, load_digits().target)
 
 
 def test_digits_are_real_and_split_by_seed() -> None:
@@ -106,6 +114,10 @@ def faulty_folder(root: Path, fault: str) -> str:
         photo(path, 3, size=(200, 200))
         path.write_bytes(path.read_bytes()[:-800])
         return r"cut\.jpg cannot be decoded"
+    if fault == "tiny":
+        Image.new("RGB", (1, 3)).save(root / "daisy" / "a.jpg")  # small, and no fault
+        (root / "daisy" / "odd.ppm").write_bytes(b"P6 9999999999 1 255 x")
+        return r"odd\.ppm cannot be decoded"
     if fault == "text named .jpg":
         (root / "daisy" / "notes.jpg").write_text("hello")
         return r"notes\.jpg cannot be decoded"
@@ -118,7 +130,7 @@ def faulty_folder(root: Path, fault: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "fault", ["truncated JPEG", "text named .jpg", "empty class", "no classes"]
+    "fault", ["truncated JPEG", "tiny", "text named .jpg", "empty class", "no classes"]
 )
 def test_a_bad_image_folder_is_named_before_training(tmp_path: Path, fault: str) -> None:
     says = faulty_folder(tmp_path / "data", fault)

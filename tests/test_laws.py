@@ -171,7 +171,7 @@ def first_steps(ranks: Ranks, settled: bool, fresh_at: int) -> str:
         if step in (0, fresh_at):
             ddp = DistributedDataParallel(model)
             if settled:
-                settle_buckets(ddp, batches[0, 0], 6)
+                settle_buckets(ddp, batches[0, 0], 6, torch.autocast("cpu", enabled=False))
         ddp(batches[step]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -191,7 +191,7 @@ def settle_leaves_no_trace(ranks: Ranks) -> bool:
     ddp = DistributedDataParallel(model)
     image = torch.randn(1, 8, 8)
     before, random_before = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    settle_buckets(ddp, image, 4)
+    settle_buckets(ddp, image, 4, torch.autocast("cpu", enabled=False))
     same = all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     no_gradient = all(p.grad is None for p in model.parameters())
     return same and no_gradient and torch.equal(random_before, torch.get_rng_state())
@@ -315,5 +315,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank_and_spares_the_snapshots(
         training(pool, 2, tmp_path / "run", **options)
     (snapshot,) = (tmp_path / "run" / "snapshots").iterdir()
     assert read(snapshot)["step"] == 1
+    with pytest.raises((TrainingError, ValueError), match="not finite"):
+        training(pool, 2, tmp_path / "at the end", optimizer={"lr": 1e30, "max_steps": 1})
     with pytest.raises(TrainingError, match="not finite on rank 0, 1 by step 5"):
         training(pool, 2, tmp_path / "logged", run={"log_every": 5}, optimizer={"lr": 1e30})

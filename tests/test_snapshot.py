@@ -11,7 +11,7 @@ from common import snapshot
 from common.errors import InputError, TrainingError
 from common.ranks import Ranks
 from tests.conftest import need, need_root
-from tests.pool import in_group
+from tests.pool import Pool, in_group
 
 IDENTITY = {"recipe": "test", "lr": 0.1}
 
@@ -47,15 +47,15 @@ def test_an_unsound_one_is_named_and_the_one_before_is_taken(
     newest.write_bytes({"torn": bytes(data[:-100]), "altered": bytes(data), "empty": b""}[fault])
     assert found(tmp_path)["step"] == 1
     assert newest.name in caplog.text
-    assert newest.exists(), "the evidence stays"
-    with pytest.raises(InputError, match="torn or altered"):
-        found(tmp_path, resume=newest)
+    assert newest.with_suffix(".unsound").exists(), "the evidence stays, and counts no more"
+    assert [path.name[5:13] for path in snapshot.list_snapshots(tmp_path)] == ["00000001"]
 
 
 def test_only_unsound_ones_never_means_from_scratch(tmp_path: Path) -> None:
     snapshot.write(tmp_path, 1, content(1)).write_bytes(b"")
-    with pytest.raises(InputError, match="none of the 1 snapshots"):
-        found(tmp_path)
+    for _ in range(2):
+        with pytest.raises(InputError, match="none of the 1 snapshots"):
+            found(tmp_path)
 
 
 def test_a_leftover_of_a_killed_write_is_no_snapshot(tmp_path: Path) -> None:
@@ -72,9 +72,29 @@ def test_another_run_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
-    path = snapshot.write(tmp_path, 1, content(1, format=99))
+    path = snapshot.write(tmp_path / "elsewhere", 1, content(1, format=99))
     with pytest.raises(InputError, match="format 99"):
         found(tmp_path, resume=path)
+
+
+def test_a_named_file_starts_a_folder_that_then_goes_on_by_itself(tmp_path: Path) -> None:
+    start = snapshot.write(tmp_path / "first", 3, content(3))
+    own = tmp_path / "second"
+    assert found(own, resume=start)["step"] == 3
+    older, newest = (snapshot.write(own, step, content(step)) for step in (5, 9))
+    assert found(own, resume=start)["step"] == 9, "the same command again goes on, not back"
+    assert found(own, resume=newest)["step"] == 9
+    with pytest.raises(InputError, match="to branch off"):
+        found(own, resume=older)
+
+
+def test_every_rank_must_train_on_the_same_data(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="rank 1: this rank trains on other data"):
+        pool.run(in_group, 2, find_by_rank, tmp_path)
+
+
+def find_by_rank(ranks: Ranks, folder: Path) -> None:
+    snapshot.find("auto", folder, {"data_fingerprint": f"of host {ranks.rank}"})
 
 
 def test_never_does_not_write_over(tmp_path: Path) -> None:

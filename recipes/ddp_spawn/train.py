@@ -79,7 +79,7 @@ def train(config: Config, ranks: Ranks) -> None:
     device = choose_device(config.run.device, ranks)
     dtype, autocast, scaler = mixed_precision(config.run.precision, device)
     with process_group(ranks, device, config.run.backend, config.run.timeout_s):
-        run = Run(NAME, config.run, ranks, device)
+        run = Run(NAME, config, config.run, ranks, device)
 
         # data
         data = load_data(config.data, seed, ranks)
@@ -122,9 +122,11 @@ def train(config: Config, ranks: Ranks) -> None:
         if found:
             state.resume(found, seed)
         manifest = describe_run(device, seed, data.fingerprint)
-        run.begin(config, manifest, state, data.class_names)
+        run.begin(config, manifest, state, data.class_names, batch_size)
         set_train_mode(model)
-        settle_buckets(ddp, data.train[(0, 0)][0].to(device, dtype), batches.batch_size_per_rank)
+        settle_buckets(
+            ddp, data.train[(0, 0)][0].to(device, dtype), batches.batch_size_per_rank, autocast
+        )
 
         # loop
         resumed_from, saved_step = (state.step, state.step) if found else (None, None)
@@ -168,7 +170,8 @@ def train(config: Config, ranks: Ranks) -> None:
                                 samples_per_s=speed.samples_per_s)  # fmt: skip
                 if stop.after(state.step):
                     save()
-                    log.info(f"stopped after step {state.step}: run the same command to go on")
+                    log.info(f"stopped after step {state.step}: to go on, run the same command "
+                             f"with --output-dir {run.folder}")  # fmt: skip
                     raise StopRequested
                 if config.run.snapshot_every and state.step % config.run.snapshot_every == 0:
                     save()
@@ -177,6 +180,7 @@ def train(config: Config, ranks: Ranks) -> None:
             save()
             with speed.paused():
                 result = evaluate(model, val_loader, len(data.val), device, dtype)
+            snapshot.refuse_non_finite([result.loss], state.step, run.snapshots)
             train_loss = sum(gather_number(state.loss_sum.item() / state.batch)) / ranks.world_size
             run.metrics(state.step, state.epoch, train_loss=train_loss, val_loss=result.loss,
                         val_accuracy=result.accuracy)  # fmt: skip
