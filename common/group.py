@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from common.errors import InputError, PeerError, StopRequested, TrainingError
 from common.launch import report
-from common.ranks import Ranks, resolve
+from common.ranks import Ranks
 
 T = TypeVar("T")
 
@@ -115,7 +115,6 @@ def process_group(
 
 def _connect(ranks: Ranks, timeout_s: float) -> dist.Store:
     address, port = ranks.master_addr, ranks.master_port
-    several_hosts = ranks.local_world_size < ranks.world_size
     try:
         socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -123,13 +122,11 @@ def _connect(ranks: Ranks, timeout_s: float) -> dist.Store:
             f"MASTER_ADDR {address!r} does not resolve on host {socket.gethostname()} ({error}): "
             "give rank 0's host by an address that every host knows"
         ) from error
-    # As written, not as resolved: Debian's /etc/hosts gives a host's own name 127.0.1.1.
-    loopback = address in ("localhost", "::1") or address.startswith("127.")
-    if several_hosts and loopback:
+    if _several_hosts_on_loopback(ranks):
         timeout_s = min(timeout_s, _LOOPBACK_PATIENCE_S)
-    # A stranger's server on that port may take the connection and never answer: TCPStore's own
-    # time-out does not cover that.
-    watchdog = threading.Timer(timeout_s + 5, _give_up, (address, port, timeout_s))
+    # TCPStore's own time-out does not cover a stranger's server on that port that takes the
+    # connection and never answers, and it tries more than once.
+    watchdog = threading.Timer(timeout_s + 2, _give_up, (ranks, timeout_s))
     watchdog.daemon = True
     watchdog.start()
     try:
@@ -151,29 +148,38 @@ def _connect(ranks: Ranks, timeout_s: float) -> dist.Store:
                 f"port {port} on {socket.gethostname()} is in use: "
                 "give another MASTER_PORT (or --master-port), or none to have a free one chosen"
             ) from error
-        if several_hosts and loopback:
-            raise InputError(
-                f"MASTER_ADDR {address!r} is every host's own loopback, and {ranks.world_size} "
-                f"ranks are spread over several hosts: give rank 0's address on the network "
-                "between them (ip addr shows it)"
-            ) from error
-        names = [name for _, name in socket.if_nameindex() if name != "lo"]
-        raise TrainingError(
-            f"not all {ranks.world_size} ranks met at {address}:{port} within {timeout_s:.0f} s. "
-            "Was the command started on every host, can they reach that address and port "
-            f"(firewall), and is the interface right? This host has {', '.join(names) or 'lo only'}"
-            "; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose one."
-        ) from error
+        raise _not_met(ranks, timeout_s) from error
     finally:
         watchdog.cancel()
 
 
-def _give_up(address: str, port: int, timeout_s: float) -> None:
-    error = TrainingError(
-        f"{address}:{port} took the connection but gave no answer for {timeout_s:.0f} s: another "
-        "program has that port, or rank 0 hangs; give another MASTER_PORT"
+def _not_met(ranks: Ranks, timeout_s: float) -> Exception:
+    """Why ranks did not meet at rank 0's address, as far as can be told from here."""
+    if _several_hosts_on_loopback(ranks):
+        return InputError(
+            f"MASTER_ADDR {ranks.master_addr!r} is every host's own loopback, and "
+            f"{ranks.world_size} ranks are spread over several hosts: give rank 0's address on "
+            "the network between them (ip addr shows it)"
+        )
+    names = [name for _, name in socket.if_nameindex() if name != "lo"]
+    return TrainingError(
+        f"not all {ranks.world_size} ranks met at {ranks.master_addr}:{ranks.master_port} within "
+        f"{timeout_s:.0f} s. Was the command started on every host? Can they reach that address "
+        "and port (firewall)? Does another program listen there (give another MASTER_PORT)? Is "
+        f"the interface right? This host has {', '.join(names) or 'lo only'}; GLOO_SOCKET_IFNAME "
+        "and NCCL_SOCKET_IFNAME choose one."
     )
-    os._exit(report(error, resolve()))
+
+
+def _several_hosts_on_loopback(ranks: Ranks) -> bool:
+    # As written, not as resolved: Debian's /etc/hosts gives a host's own name 127.0.1.1.
+    address = ranks.master_addr
+    loopback = address in ("localhost", "::1") or address.startswith("127.")
+    return loopback and ranks.local_world_size < ranks.world_size
+
+
+def _give_up(ranks: Ranks, timeout_s: float) -> None:
+    os._exit(report(_not_met(ranks, timeout_s), ranks))
 
 
 def _choose_interface(ranks: Ranks) -> None:

@@ -8,6 +8,7 @@ from "failed"; hence these hundred lines. They import no torch: the ranks start 
 import contextlib
 import ctypes
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -120,6 +121,8 @@ def launch(
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(nnodes * nproc),
             "LOCAL_WORLD_SIZE": str(nproc),
+            # A host without reverse names is warned of at every connection.
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
             "MASTER_ADDR": master_addr,
             "MASTER_PORT": str(port),
             "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")])),
@@ -240,6 +243,11 @@ def run_rank(body: Callable[[], Any], ranks: Ranks) -> int:
         return 128 + signal.SIGINT
     except Exception as error:  # the outermost frame of a rank: every failure becomes a status
         return report(error, ranks)
+    finally:
+        # Loading processes ignore SIGTERM (common.stream), by which multiprocessing would end them.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for child in multiprocessing.active_children():
+            child.kill()
 
 
 def report(error: Exception, ranks: Ranks) -> int:

@@ -282,7 +282,8 @@ def save_weights(weights: dict[str, Tensor], path: Path) -> None:
 
 def _write_json(path: Path, content: Any) -> None:
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    temporary.write_text(text, encoding="utf-8")
     temporary.rename(path)
 
 

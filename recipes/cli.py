@@ -169,11 +169,13 @@ def parse(name: str, config_class: type[C], arguments: Sequence[str]) -> tuple[L
 
 def _one_line(box: str) -> str:
     """tyro frames its errors in a box: its first paragraph and what it suggests, as one line."""
-    text = re.sub(r"[─╭╮╰╯│]+", " ", re.split(r"│ ─+ │\n", box.split("\n", 1)[-1])[0])
-    similar = re.search(r"│\s+(--[\w-]+)", box.split("Perhaps you meant", 1)[-1])
-    if "Perhaps you meant" in box and similar:
+    framed = box.lstrip().startswith("╭")  # else, on an ASCII terminal, the title is a paragraph
+    lines = [line.strip("│ ") for line in box.splitlines() if not re.match("[╭╰]", line)]
+    paragraphs = re.split(r"(?m)^[─-]+$", "\n".join(lines))
+    text = " ".join(paragraphs[0 if framed or len(paragraphs) == 1 else 1].split())
+    text = re.sub(r"^Error parsing \w+: ", "", text).rstrip(" .")
+    if similar := re.search(r"Perhaps you meant\W+(--[\w-]+)", box):
         text += f" (perhaps you meant {similar[1]})"
-    text = re.sub(r"^Error parsing \w+: ", "", " ".join(text.split())).removesuffix(".")
     hint = next((hint for part, hint in _HINTS.items() if part in text), None)
     return f"{text}{f'. {hint}' if hint else ''}. --help lists the options"
 

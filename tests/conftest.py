@@ -112,6 +112,7 @@ class Recipe:
         """Wait for a command."""
         start_s = time.monotonic()
         stdout, stderr = process.communicate(timeout=timeout_s)
+        self.running.remove(process)
         return Result(process.returncode, stdout, stderr, folder, time.monotonic() - start_s)
 
     def command(self, name: str, *options: str | Path, folder: str = "run") -> list[str]:

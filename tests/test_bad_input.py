@@ -1,0 +1,243 @@
+"""Bad input ends with status 2 and one line; trouble while training with status 1 and one line."""
+
+import contextlib
+import io
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.models import ModelOptions, build_model
+from common.ranks import Ranks
+from recipes.ddp_launch import train
+from tests.conftest import Recipe, need, need_root, wait_for
+from tests.pool import Pool
+from tests.test_data import faulty_folder, flowers
+
+
+def call_main(_ranks: Ranks, arguments: list[str]) -> tuple[int, str]:
+    """The recipe's own main() in a warm process: its exit status and what it says on stderr."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        status = train.main(arguments)
+    return status, said.getvalue()
+
+
+def assert_refused(pool: Pool, says: str, *options: str | Path) -> None:
+    """Status 2, one `error:` line and no traceback."""
+    ((status, said),) = pool.run(call_main, 1, ["--nproc", "1", *map(str, options)])
+    assert status == 2, f"status {status}\n{said}"
+    errors = [line for line in said.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, said
+    assert re.search(says, errors[0]), errors[0]
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--lrr 3", r"--lrr.*perhaps you meant --lr"),
+        ("--epochs none", "epochs"),
+        ("--epochs 0", "--epochs must be at least 1"),
+        ("--model vgg16", "vgg16.*resnet34"),
+        ("--backend mpi", "wheels are built without MPI"),
+        ("--backend nccl --device cpu", "nccl needs GPUs"),
+        ("--scale-lr 256", "warm-up"),
+        ("--global-batch-size 96 --batch-size-per-rank 48", "not both"),
+        ("--data imagefolder", "needs --data-path"),
+        ("--timeout-s nan", "--timeout-s"),
+        ("--master-port 70000", "65535"),
+        ("--nnodes 2", "--master-addr"),
+    ],
+)
+def test_options_that_cannot_work(pool: Pool, options: str, says: str) -> None:
+    assert_refused(pool, says, *options.split())
+
+
+def test_a_wrong_option_through_the_front_door(recipe: Recipe) -> None:
+    result = recipe("ddp_spawn", "--lrr", "3")
+    assert result.status == 2
+    assert result.stderr.startswith("error: Unrecognized options: --lrr")
+    assert result.stderr.count("\n") == 1
+
+
+def test_inputs_that_cannot_work(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "text.pt").write_text("no weights")
+    torch.save({"other.weight": torch.zeros(1)}, tmp_path / "other.pt")
+    (tmp_path / "file").write_text("")
+    for options, says in (
+        (["--data", "imagefolder", "--data-path", tmp_path / "none"], "is no folder"),
+        (["--data", "cifar10", "--data-path", tmp_path], "--download"),
+        (["--weights", tmp_path / "none.pt"], "is no file"),
+        (["--weights", tmp_path / "text.pt"], "no weights file"),
+        (["--weights", tmp_path / "other.pt"], "no entry"),
+        (["--resume", tmp_path / "none.pt"], "is no file"),
+        (["--global-batch-size", "2000"], "more than the 1437 samples"),
+        (["--norm", "batch", "--sync-bn"], "SyncBatchNorm refuses CPUs"),
+    ):
+        assert_refused(pool, says, "--output-dir", tmp_path / "run", *options)
+    assert_refused(pool, "cannot be written", "--output-dir", tmp_path / "file" / "below")
+
+
+def test_device_cuda_without_one(pool: Pool) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert_refused(pool, "sees no GPU", "--device", "cuda")
+
+
+@pytest.mark.parametrize(
+    "fault", ["truncated JPEG", "text named .jpg", "empty class", "no classes"]
+)
+def test_image_folders_that_cannot_work(pool: Pool, tmp_path: Path, fault: str) -> None:
+    says = faulty_folder(tmp_path / "my data", fault)
+    root = tmp_path / "my data" / ("daisy" if fault == "no classes" else "")
+    run = tmp_path / "run"
+    assert_refused(pool, says, "--data", "imagefolder", "--data-path", root, "--output-dir", run)
+
+
+def test_a_folder_of_photos_trains_and_writes_its_classes(recipe: Recipe, tmp_path: Path) -> None:
+    """Names with spaces and beyond ASCII; a ResNet with weights, its last layer trained alone."""
+    root = flowers(tmp_path / "my photos", per_class=15, names=("gänse blümchen", "薔薇"))
+    torch.manual_seed(0)
+    weights = build_model(ModelOptions(model="resnet18"), 3, 1000).state_dict()
+    torch.save(weights, tmp_path / "resnet18.pth")
+    result = recipe(
+        "ddp_launch", "--data", "imagefolder", "--data-path", root, "--image-size", "32",
+        "--model", "resnet18", "--weights", tmp_path / "resnet18.pth", "--freeze-layers",
+        "--sync-bn", "--global-batch-size", "6", "--epochs", "3", "--num-workers", "1",
+        "--epoch-weights", "--lr", "0.02",
+    ).assert_ok()  # fmt: skip
+    assert "left out: fc.bias, fc.weight" in result.stdout
+    assert "--sync-bn left out" in result.stdout
+    classes = (result.folder / "class_indices.json").read_text(encoding="utf-8")
+    assert "gänse blümchen" in classes
+    assert (result.summary["val_total"], result.summary["steps"]) == (6, 12)
+    trained = torch.load(result.folder / "model.pt", weights_only=True)
+    frozen = [name for name in trained if not name.startswith("fc.")]
+    assert len(frozen) > 50
+    for name in frozen:
+        assert torch.equal(trained[name], weights[name]), "frozen layers do not move"
+    assert len(list((result.folder / "weights").iterdir())) == 3
+
+
+def test_one_rank_in_three_is_refused_by_one_line(recipe: Recipe) -> None:
+    for name in ("ddp_launch", "ddp_spawn"):
+        result = recipe(name, "--nproc", "3", "--global-batch-size", "64", folder=name)
+        assert result.status == 2
+        assert len(result.errors) == 1
+        assert "63 or 66" in result.errors[0]
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.suffix != ".log"}
+
+
+def test_a_folder_of_another_run_is_left_as_it_is(pool: Pool, tmp_path: Path) -> None:
+    run = ["--max-steps", "3", "--output-dir", str(tmp_path / "run")]
+    assert pool.run(call_main, 1, ["--nproc", "1", *run])[0][0] == 0
+    before = contents(tmp_path / "run")
+    assert len(before) > 5
+    for options, says in (
+        (["--lr", "0.2"], r"lr 0\.1 there, 0\.2 here"),
+        (["--model", "resnet18"], "model 'convnet' there, 'resnet18' here"),
+        (["--resume", "never"], "holds snapshots"),
+    ):
+        assert_refused(pool, says, *run, *options)
+    assert contents(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_file_that_vanishes_while_training(recipe: Recipe, tmp_path: Path, workers: str) -> None:
+    root = flowers(tmp_path / "data", per_class=20)
+    command = recipe.command(
+        "ddp_launch", "--data", "imagefolder", "--data-path", root, "--image-size", "16",
+        "--global-batch-size", "4", "--epochs", "400", "--snapshot-every", "5",
+        "--num-workers", workers,
+    )  # fmt: skip
+    process = recipe.start(*command)
+    folder = tmp_path / "run" / "snapshots"
+    wait_for(lambda: list(folder.glob("step_*.pt")))
+    for path in (root / "daisy").iterdir():
+        path.unlink()
+    result = recipe.finish(process, tmp_path / "run", timeout_s=30)
+    assert result.status == 1
+    assert len(result.errors) == 1, result.stderr
+    assert re.match(r"error: rank [01] on \S+: cannot read .*daisy \d+\.jpg", result.errors[0])
+    assert list(folder.glob("step_*.pt")), "the last snapshots are left"
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_a_loss_that_is_not_finite(recipe: Recipe) -> None:
+    result = recipe("ddp_spawn", "--lr", "1e30", "--log-every", "2")
+    assert result.status == 1
+    assert len(result.errors) == 1, result.stderr
+    assert re.match(r"error: rank \d on \S+: .*not finite.*--lr", result.errors[0])
+    assert "Traceback" not in result.stderr
+
+
+def test_a_disk_that_fills_while_training(recipe: Recipe, tmp_path: Path) -> None:
+    need_root()
+    need("mount")
+    disk = tmp_path / "run"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], check=True)
+    try:
+        command = recipe.command("ddp_launch", "--epochs", "6", "--keep-snapshots", "50")
+        result = recipe.finish(recipe.start(*command), disk)
+        assert result.status == 1
+        assert len(result.errors) == 1, result.stderr
+        assert "cannot write a snapshot" in result.errors[0]
+        left = sorted((disk / "snapshots").iterdir())
+        assert left
+        assert all(path.suffix == ".pt" for path in left)
+        subprocess.run(["mount", "-o", "remount,size=50m", disk], check=True)
+        again = recipe.finish(recipe.start(*command), disk).assert_ok()
+        assert again.summary["resumed_from"] == int(left[-1].name[5:13])
+    finally:
+        recipe.stop()
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_port_in_use_is_an_error_at_once_where_it_was_given(recipe: Recipe) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for options, env in ((["--master-port", port], {}), ([], {"MASTER_PORT": port})):
+            start_s = time.monotonic()
+            result = recipe("ddp_launch", "--nproc", "2", *options, env=env)
+            assert result.status == 2
+            assert len(result.errors) == 1
+            assert f"port {port}" in result.errors[0]
+            assert time.monotonic() - start_s < 10
+
+
+def test_a_port_in_use_is_an_error_for_ranks_started_by_hand(recipe: Recipe) -> None:
+    """As under srun: rank 0 says so, and rank 1 does not wait for ever on a stranger."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        processes = []
+        for rank in ("0", "1"):
+            env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
+            command = recipe.command("ddp_launch", "--timeout-s", "3")
+            processes.append(recipe.start(*command, env=env))
+        first, second = (recipe.finish(p, recipe.tmp_path, timeout_s=30) for p in processes)
+    assert first.status == 2
+    assert f"port {port}" in first.errors[0]
+    assert second.status == 1
+    assert "not all 2 ranks met at 127.0.0.1" in second.errors[0]
+
+
+def test_unknown_recipes_and_nproc_where_there_are_ranks(recipe: Recipe) -> None:
+    process = recipe.start(sys.executable, "-m", "recipes", "ddp_lunch")
+    result = recipe.finish(process, recipe.tmp_path)
+    assert (result.status, result.errors) == (
+        2, ["error: no recipe 'ddp_lunch': did you mean ddp_launch?"],
+    )  # fmt: skip
+    result = recipe("ddp_launch", "--nproc", "4", env={"RANK": "0", "WORLD_SIZE": "1"})
+    assert result.status == 2
+    assert "already one of 1" in result.errors[0]

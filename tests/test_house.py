@@ -1,0 +1,90 @@
+"""The house's own rules: which way imports point, what files must not hold, links that work."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+FILES = subprocess.run(
+    ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"],
+    capture_output=True, text=True, check=True,
+).stdout.split()  # fmt: skip
+
+
+def imported(path: Path) -> set[str]:
+    """Full names of the modules that a file imports, at any depth."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_imports_point_down() -> None:
+    for path in sorted((ROOT / "common").glob("*.py")):
+        roots = {name.split(".")[0] for name in imported(path)}
+        assert not roots & {"recipes", "tests", "tyro", "submitit", "slurm"}, path
+    folders = {path.parent.name for path in (ROOT / "recipes").glob("*/train.py")}
+    for path in sorted((ROOT / "recipes").glob("*/*.py")):
+        for name in imported(path):
+            parts = name.split(".")
+            if parts[0] == "recipes":
+                assert parts[1] not in folders - {path.parent.name}, f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("lock", ["cu132", "cu130", "cu128", "dev"])
+def test_locks_pin_every_package_by_hash_and_name_no_index(lock: str) -> None:
+    text = (ROOT / "docker" / "stacks" / f"{lock}.txt").read_text()
+    entries = re.split(r"\n(?=\S)", text.strip())
+    assert len(entries) > 10
+    for entry in entries:
+        assert re.match(r"[a-z0-9][a-z0-9._-]*==\S+", entry), entry[:80]
+        assert "--hash=sha256:" in entry, entry[:80]
+    assert not re.search(r"https?:|index-url|find-links", text)
+
+
+def test_stacks_are_the_versions_they_stand_for() -> None:
+    pins = {
+        "cu132": ("torch==2.15.0", "torchvision==0.29.2", "nvidia-nccl-cu13==2.30.7"),
+        "cu130": ("torch==2.11.0", "torchvision==0.26.0", "nvidia-nccl-cu13==2.28.9"),
+        "cu128": ("torch==2.10.0", "torchvision==0.25.0", "nvidia-nccl-cu12==2.27.5"),
+    }
+    for stack, versions in pins.items():
+        text = (ROOT / "docker" / "stacks" / f"{stack}.txt").read_text()
+        for version in versions:
+            assert f"\n{version} " in text, f"{stack} lacks {version}"
+
+
+def anchors(path: Path) -> set[str]:
+    """GitHub's anchors of a Markdown file's headings."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def test_links_in_markdown_lead_somewhere() -> None:
+    pages = [ROOT / name for name in FILES if name.endswith(".md")]
+    assert ROOT / "README.md" in pages
+    for page in pages:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if target.startswith("http"):
+                continue
+            file, _, anchor = target.partition("#")
+            path = (page.parent / file).resolve() if file else page
+            assert path.exists(), f"{page.name}: {target}"
+            if anchor:
+                assert anchor in anchors(path), f"{page.name}: {target}"
+
+
+def test_the_readme_lists_every_recipe_and_make_target() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for path in (ROOT / "recipes").glob("*/train.py"):
+        assert f"`{path.parent.name}`" in readme
+        assert (path.parent / "README.md").exists()
+    for target in re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE):
+        assert f"make {target}" in readme, target

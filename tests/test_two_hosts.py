@@ -1,0 +1,95 @@
+"""Two hosts: network namespaces with an address and a loopback of their own each."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import Recipe, Result, need, need_root
+
+OPTIONS = ("--epochs", "2", "--log-every", "5")
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[list[str]]]:
+    """For each host the words that run a command on it."""
+    need_root()
+    need("ip")
+    names = [f"recipes-{os.getpid()}-{number}" for number in (0, 1)]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip("link", "add", "eth0", "netns", names[0], "type", "veth",
+           "peer", "name", "eth0", "netns", names[1])  # fmt: skip
+        for name, address in zip(names, ADDRESSES, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+        yield [["ip", "netns", "exec", name] for name in names]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], check=False)
+
+
+def on_both(
+    recipe: Recipe, hosts: list[list[str]], *options: str, address: str = ADDRESSES[0]
+) -> list[Result]:
+    """Start ddp_launch by hand on both hosts, as the README says."""
+    processes = []
+    for node, host in enumerate(hosts):
+        extra = options[node].split() if len(options) == 2 else []
+        command = recipe.command(
+            "ddp_launch", "--nproc", "1", "--nnodes", "2", "--node-rank", str(node),
+            "--master-addr", address, "--master-port", "29500", *OPTIONS, *extra,
+        )  # fmt: skip
+        processes.append(recipe.start(*host, *command))
+    return [recipe.finish(process, recipe.tmp_path / "run", 60) for process in processes]
+
+
+def test_by_hand_and_by_torchrun(recipe: Recipe, hosts: list[list[str]]) -> None:
+    alone = recipe("ddp_launch", "--nproc", "2", *OPTIONS, folder="alone").assert_ok()
+    first, second = on_both(recipe, hosts)
+    second.assert_ok()
+    assert first.assert_ok().sha == alone.sha
+    assert "world_size 2" in first.stdout
+    assert second.stdout == "", "only rank 0 talks"
+    processes = [
+        recipe.start(
+            *host, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1",
+            "--nnodes", "2", "--node-rank", str(node), "--master-addr", ADDRESSES[0],
+            "--master-port", "29500", "-m", "recipes.ddp_launch.train", *OPTIONS,
+            "--output-dir", recipe.tmp_path / "torchrun",
+        )
+        for node, host in enumerate(hosts)
+    ]  # fmt: skip
+    for process in processes:
+        result = recipe.finish(process, recipe.tmp_path / "torchrun", 60).assert_ok()
+    assert result.sha == alone.sha
+
+
+def test_loopback_as_the_master_address_is_named(recipe: Recipe, hosts: list[list[str]]) -> None:
+    for result in on_both(recipe, hosts, address="127.0.0.1"):
+        assert result.status == 2
+        assert len(result.errors) == 1, result.stderr
+        assert re.search("127.0.0.1' is every host's own loopback", result.errors[0])
+        assert result.elapsed_s < 40
+
+
+def test_hosts_started_differently_do_not_train(recipe: Recipe, hosts: list[list[str]]) -> None:
+    for result in on_both(recipe, hosts, "--lr 0.1", "--lr 0.2"):
+        assert result.status == 2
+        assert re.search(r"rank 1: not started like rank 0: lr 0\.1 there, 0\.2", result.stderr)
+
+
+def test_the_host_of_rank_0_does_not_resolve(recipe: Recipe, hosts: list[list[str]]) -> None:
+    for result in on_both(recipe, hosts, address="no-such-host.invalid"):
+        assert result.status == 2
+        assert "'no-such-host.invalid' does not resolve" in result.errors[0]
