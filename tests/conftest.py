@@ -135,7 +135,8 @@ class Recipe:
         for process in self.running:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
+            process.communicate()
+        self.running.clear()
 
 
 @pytest.fixture
