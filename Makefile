@@ -18,7 +18,7 @@ LAUNCH = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) \
 	$(if $(MASTER_PORT),--master-port $(MASTER_PORT))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check format diff-ddp tensorboard venv venv-dev lock clean
+.PHONY: help run test check gpu-check format diff-ddp tensorboard venv venv-dev lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ check: $(INSTALLED_DEV) ## Lint, formatting, types
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
 	@$(PYTHON) -m mypy
+
+gpu-check: $(INSTALLED) ## Check on a GPU what needs one, in a few minutes; writes tests/results/gpu_check.json
+	@$(PYTHON) -m tests.gpu_check $(ARGS)
 
 format: $(INSTALLED_DEV) ## Format the code and fix what the linter can
 	@$(PYTHON) -m ruff format .

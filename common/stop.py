@@ -31,11 +31,16 @@ class StopAgreement:
     def _request(self, number: int, _frame: object) -> None:
         self.requested = number
 
-    def after(self, step: int) -> bool:
-        """Whether all ranks stop after `step`, which goes up by one a call, alike on every rank."""
+    def after(self, step: int, *, at_once: bool = False) -> bool:
+        """Whether all ranks stop after `step`, which never goes down and is alike on every rank.
+
+        Args:
+            step: done so far.
+            at_once: agree now, and not only when the interval has passed.
+        """
         if self._last_step < 0:
             self._last_step = step - 1
-        if step < self._next_step:
+        if step < self._next_step and not at_once:
             return False
         now = time.monotonic()
         step_s = (now - self._since) / max(1, step - self._last_step)

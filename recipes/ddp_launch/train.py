@@ -140,6 +140,12 @@ def train(config: Config, ranks: Ranks) -> None:
                     state.save(run.snapshots, identity, config.run.keep_snapshots)
             saved_step = state.step
 
+        def leave() -> None:
+            save()
+            log.info(f"stopped after step {state.step}: to go on, run the same command "
+                     f"with --output-dir {run.folder}")  # fmt: skip
+            raise StopRequested
+
         while True:
             batches.set_epoch(state.epoch, first_batch=state.batch)
             for images, labels in loader if state.step < last_step else ():
@@ -162,14 +168,11 @@ def train(config: Config, ranks: Ranks) -> None:
                     losses = gather_number(loss.item())
                     snapshot.refuse_non_finite(losses, state.step, run.snapshots)
                     mean_loss = sum(losses) / ranks.world_size
-                    progress.set_postfix(loss=f"{mean_loss:.4f}")
+                    progress.set_postfix({"loss": f"{mean_loss:.4f}"}, refresh=False)
                     run.metrics(state.step, state.epoch, loss=mean_loss, lr=lr,
                                 samples_per_s=speed.samples_per_s)  # fmt: skip
                 if stop.after(state.step):
-                    save()
-                    log.info(f"stopped after step {state.step}: to go on, run the same command "
-                             f"with --output-dir {run.folder}")  # fmt: skip
-                    raise StopRequested
+                    leave()
                 if config.run.snapshot_every and state.step % config.run.snapshot_every == 0:
                     save()
                 if state.step == last_step:
@@ -189,6 +192,8 @@ def train(config: Config, ranks: Ranks) -> None:
                 run.save_epoch_weights(model.state_dict(), state.epoch)
             if state.step >= last_step:
                 break
+            if stop.after(state.step, at_once=True):
+                leave()
             state.next_epoch()
         progress.close()
 

@@ -1,0 +1,131 @@
+"""`make gpu-check`: the laws that need a GPU, on one of them, in a few minutes; writes JSON.
+
+One GPU cannot show NCCL between GPUs: that takes one process a GPU. What it shows: the NCCL path at
+world size 1, several gloo ranks on one card (SyncBatchNorm's law), determinism, exact resume, mixed
+precision. `python -m tests.gpu_check --device cpu` runs the same without SyncBatchNorm, to try the
+script itself.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = Path(__file__).parent / "results" / "gpu_check.json"
+
+
+def run(folder: Path, *options: str) -> dict[str, Any]:
+    """Run ddp_launch through the front door; its summary and logged losses."""
+    command = [sys.executable, "-m", "recipes", "ddp_launch", *options, "--output-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    if done.returncode != 0:
+        raise RuntimeError(
+            f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}"
+        )
+    lines = [json.loads(s) for s in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return {**summary, "losses": losses}
+
+
+def largest_difference(a: dict[str, Any], b: dict[str, Any]) -> float:
+    """Largest relative difference of the logged losses of two runs."""
+    pairs = zip(a["losses"], b["losses"], strict=True)
+    return max(float(abs(x - y) / abs(x)) for x, y in pairs)
+
+
+def checks(device: str, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Name to function; each returns what it measured with a bool `holds`."""
+    base = ("--device", device, "--epochs", "3", "--log-every", "1")
+    sync = ("--norm", "batch", "--sync-bn") if device == "cuda" else ()
+    resnet = ("--data", "fake", "--model", "resnet18", "--norm", "batch")
+
+    def same_bits(precision: str) -> dict[str, Any]:
+        first, second = (
+            run(
+                folder / f"{precision}{i}", *base, *resnet, "--nproc", "1", "--precision", precision
+            )
+            for i in range(2)
+        )
+        return {
+            "holds": first["weights_sha256"] == second["weights_sha256"],
+            "weights_sha256": first["weights_sha256"],
+            "train_loss": first["train_loss"],
+            "samples_per_s": second["samples_per_s"],
+            "peak_memory_bytes": second["peak_memory_bytes"],
+        }
+
+    def one_and_two_ranks() -> dict[str, Any]:
+        fp64 = (*base, *sync, "--precision", "fp64", "--backend", "gloo")
+        one, two = (run(folder / f"ranks{n}", *fp64, "--nproc", str(n)) for n in (1, 2))
+        difference = largest_difference(one, two)
+        return {"holds": difference < 1e-9, "largest_relative_difference": difference}
+
+    def resume() -> dict[str, Any]:
+        options = (*base, "--nproc", "1", "--dropout", "0.3")
+        whole = run(folder / "whole", *options)
+        run(folder / "cut", *options, "--max-steps", "17")
+        cut = run(folder / "cut", *options)
+        return {"holds": cut["weights_sha256"] == whole["weights_sha256"],
+                "resumed_from": cut["resumed_from"]}  # fmt: skip
+
+    return {
+        "one_and_two_ranks_train_alike_in_fp64": one_and_two_ranks,
+        "an_interrupted_run_ends_with_the_same_bits": resume,
+        "the_same_run_twice_gives_the_same_bits_fp32": lambda: same_bits("fp32"),
+        "the_same_run_twice_gives_the_same_bits_bf16": lambda: same_bits("bf16"),
+        "the_same_run_twice_gives_the_same_bits_fp16": lambda: same_bits("fp16"),
+    }
+
+
+def main() -> int:
+    """Run all checks; 0 if all hold, 1 if not, 2 without a GPU."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--output", type=Path, default=RESULT, help="the JSON file to write")
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("error: no GPU is visible to torch", file=sys.stderr)
+        return 2
+    cuda = arguments.device == "cuda"
+    commit = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True
+    )
+    result: dict[str, Any] = {
+        "command": f"python -m tests.gpu_check --device {arguments.device}",
+        "git_commit": commit.stdout.strip() or None,
+        "machine": torch.cuda.get_device_name() if cuda else platform.processor(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        "checks": {},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        for name, check in checks(arguments.device, Path(folder)).items():
+            start_s = time.monotonic()
+            try:
+                found = check()
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                found = {"holds": False, "error": str(error)}
+            found["elapsed_s"] = round(time.monotonic() - start_s, 1)
+            result["checks"][name] = found
+            print(
+                f"{'holds' if found['holds'] else 'FAILS'}  {name}  {found['elapsed_s']} s",
+                flush=True,
+            )
+    arguments.output.parent.mkdir(exist_ok=True)
+    arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+    return 0 if all(found["holds"] for found in result["checks"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
