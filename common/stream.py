@@ -163,6 +163,9 @@ def make_loader(
         "pin_memory": pin_memory,
         "generator": torch.Generator(),  # else each epoch draws from the training's generator
         "worker_init_fn": _leave_signals_to_training,
+        # A rank that was itself spawned would else spawn its workers too: 2 s more, each epoch
+        # for a stream. They touch no GPU, so that forking is safe.
+        "multiprocessing_context": "fork" if num_workers else None,
     }
     if style == "stream" and isinstance(batches, GlobalBatches):
         # A stream's workers hold their own copy of the position, so each epoch starts them anew.
