@@ -19,6 +19,8 @@ from common.ranks import Ranks
 
 T = TypeVar("T")
 
+_left: list[dist.ProcessGroup | None] = []
+
 # A master on loopback cannot be reached from another host: no need to wait long to say so.
 _LOOPBACK_PATIENCE_S = 20.0
 
@@ -106,10 +108,18 @@ def process_group(
         yield
     except BaseException as error:
         if isinstance(error, StopRequested):
-            dist.destroy_process_group()
+            _leave()
         raise
     # Rank 0 serves the store: nobody may still be asking it when it leaves.
     dist.barrier()
+    _leave()
+
+
+def _leave() -> None:
+    # Up to torch 2.11 the last owner of a gloo group waits for the group's thread while it holds
+    # Python's lock, and that thread may want the lock to drop what the last collective left: a
+    # deadlock at the end of one run in some twenty. An owner that stays until exit avoids it.
+    _left.append(dist.group.WORLD)
     dist.destroy_process_group()
 
 
