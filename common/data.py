@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,15 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
-from common.errors import InputError, TrainingError
+from common import image_folder
+from common.errors import InputError
 from common.group import agreed
 from common.ranks import Ranks
 from common.seeds import mix
 from common.stream import EVAL_BATCH_SIZE, GlobalBatches, Samples, fixed_batches, make_loader
 
-IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".webp", ".tif", ".tiff"}
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -247,45 +245,15 @@ def _torchvision(options: DataOptions, seed: int) -> Data:
     return Data(training, validation, list(train.classes), 1 if grey else 3, digest.hexdigest())
 
 
-class _ImageFiles:
-    """Decoded RGB images of (path, label) pairs."""
-
-    def __init__(self, files: list[tuple[Path, int]]) -> None:
-        self.files = files
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        from PIL import Image
-
-        path, label = self.files[index]
-        try:
-            with Image.open(path) as image:
-                return image.convert("RGB"), label
-        except Exception as error:  # Pillow raises what its many decoders raise
-            raise TrainingError(
-                f"cannot read {path}, which was there at the start: {error}"
-            ) from None
-
-
 def _image_folder(options: DataOptions, seed: int, ranks: Ranks) -> Data:
     from torchvision.transforms import v2
 
-    root = options.data_path
-    assert root is not None
-    split = [root / "train", root / "val"]
-    if not all(part.is_dir() for part in split):
-        split = [root]
-    names = _class_names(split[0])
-    files = [_list_images(folder, names) for folder in split]
-    train: Sequence[int]
-    val: Sequence[int]
-    if len(split) == 1:
-        train, val = _split_by_class(files[0], seed)
-    else:
-        train, val = range(len(files[0])), range(len(files[0]), len(files[0]) + len(files[1]))
-    every = [entry for part in files for entry in part]
+    assert options.data_path is not None
+    names, files, train, val = image_folder.list_images(options.data_path, seed)
     if options.verify_images:
-        _verify_images([path for path, _ in every[ranks.rank :: ranks.world_size]], ranks.is_main)
-    listing = [(str(path.relative_to(root)), path.stat().st_size) for path, _ in every]
+        mine = [path for path, _ in files[ranks.rank :: ranks.world_size]]
+        image_folder.verify(mine, show_progress=ranks.is_main)
+    listing = [(str(p.relative_to(options.data_path)), p.stat().st_size) for p, _ in files]
     side = options.image_size or 224
     to_tensor = [
         v2.ToImage(),
@@ -294,72 +262,6 @@ def _image_folder(options: DataOptions, seed: int, ranks: Ranks) -> Data:
     ]
     augment = v2.Compose([v2.RandomResizedCrop(side), v2.RandomHorizontalFlip(), *to_tensor])
     plain = v2.Compose([v2.Resize(side * 256 // 224), v2.CenterCrop(side), *to_tensor])
+    source = image_folder.ImageFiles(files)
     fingerprint = hashlib.sha256(json.dumps(listing).encode()).hexdigest()
-    return _data(_ImageFiles(every), train, val, augment, plain, seed, names, fingerprint)
-
-
-def _class_names(folder: Path) -> list[str]:
-    names = sorted(d.name for d in folder.iterdir() if d.is_dir() and not d.name.startswith("."))
-    if not names:
-        raise InputError(f"--data-path {folder} has no sub-folders: one a class is needed")
-    return names
-
-
-def _list_images(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
-    files: list[tuple[Path, int]] = []
-    for label, name in enumerate(names):
-        found = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
-        if not found:
-            raise InputError(
-                f"class folder {folder / name} has no images ({', '.join(sorted(IMAGE_SUFFIXES))})"
-            )
-        files += [(path, label) for path in found]
-    return files
-
-
-def _split_by_class(files: list[tuple[Path, int]], seed: int) -> tuple[list[int], list[int]]:
-    """80/20 within each class, by seed; a class of fewer than five images trains with all."""
-    train: list[int] = []
-    val: list[int] = []
-    by_class: dict[int, list[int]] = {}
-    for index, (_, label) in enumerate(files):
-        by_class.setdefault(label, []).append(index)
-    for label, indices in by_class.items():
-        order = np.random.Generator(np.random.PCG64(mix(seed, label))).permutation(indices)
-        cut = len(indices) // 5
-        val += sorted(order[:cut].tolist())
-        train += sorted(order[cut:].tolist())
-    if not val:
-        raise InputError(
-            "no class has the five images it takes to keep one for validation: "
-            "add images, or give train/ and val/ folders"
-        )
-    return train, val
-
-
-def _verify_images(paths: list[Path], show_progress: bool) -> None:
-    with ThreadPoolExecutor() as pool:
-        found = tqdm(
-            pool.map(_image_fault, paths),
-            total=len(paths),
-            desc="checking images",
-            unit="image",
-            disable=not show_progress or len(paths) < 1000,
-        )
-        faults = [fault for fault in found if fault]
-    if faults:
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise InputError(f"{faults[0]}{more}: remove or replace it")
-
-
-def _image_fault(path: Path) -> str | None:
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            eighth = (max(1, image.width // 8), max(1, image.height // 8))
-            image.draft("RGB", eighth)  # a JPEG is then decoded at that size, and still in full
-            image.load()
-    except Exception as error:  # Pillow raises what its many decoders raise
-        return f"{path} cannot be decoded as an image ({error})"
-    return None
+    return _data(source, train, val, augment, plain, seed, names, fingerprint)

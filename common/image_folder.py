@@ -1,0 +1,131 @@
+"""A folder of images, one sub-folder a class: listed, split by class, checked, decoded."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from common.errors import InputError, TrainingError
+from common.seeds import mix
+
+SUFFIXES = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".webp", ".tif", ".tiff"}
+
+
+def list_images(
+    root: Path, seed: int
+) -> tuple[list[str], list[tuple[Path, int]], Sequence[int], Sequence[int]]:
+    """What is in `root`: a sub-folder a class, or train/ and val/ with those in them.
+
+    Args:
+        root: the folder.
+        seed: splits each class 80/20 where the folder does not.
+
+    Returns:
+        Class names, (path, class) of every image, and the indices to train and to validate on.
+
+    Raises:
+        InputError: no classes, an empty one, or nothing left to validate on.
+    """
+    split = [root / "train", root / "val"]
+    if not all(part.is_dir() for part in split):
+        split = [root]
+    names = _class_names(split[0])
+    files = [_list_classes(folder, names) for folder in split]
+    if len(split) == 1:
+        return names, files[0], *_split_by_class(files[0], seed)
+    cut, count = len(files[0]), len(files[0]) + len(files[1])
+    return names, files[0] + files[1], range(cut), range(cut, count)
+
+
+def verify(paths: list[Path], *, show_progress: bool) -> None:
+    """Decode every image once, on all cores.
+
+    Raises:
+        InputError: names the first that cannot be decoded, and counts the others.
+    """
+    with ThreadPoolExecutor() as pool:
+        found = tqdm(
+            pool.map(_image_fault, paths),
+            total=len(paths),
+            desc="checking images",
+            unit="image",
+            disable=not show_progress or len(paths) < 1000,
+        )
+        faults = [fault for fault in found if fault]
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise InputError(f"{faults[0]}{more}: remove or replace it")
+
+
+class ImageFiles:
+    """Decoded RGB images of (path, label) pairs."""
+
+    def __init__(self, files: list[tuple[Path, int]]) -> None:
+        self.files = files
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        from PIL import Image
+
+        path, label = self.files[index]
+        try:
+            with Image.open(path) as image:
+                return image.convert("RGB"), label
+        except Exception as error:  # Pillow raises what its many decoders raise
+            raise TrainingError(
+                f"cannot read {path}, which was there at the start: {error}"
+            ) from None
+
+
+def _class_names(folder: Path) -> list[str]:
+    names = sorted(d.name for d in folder.iterdir() if d.is_dir() and not d.name.startswith("."))
+    if not names:
+        raise InputError(f"--data-path {folder} has no sub-folders: one a class is needed")
+    return names
+
+
+def _list_classes(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
+    files: list[tuple[Path, int]] = []
+    for label, name in enumerate(names):
+        found = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in SUFFIXES)
+        if not found:
+            raise InputError(
+                f"class folder {folder / name} has no images ({', '.join(sorted(SUFFIXES))})"
+            )
+        files += [(path, label) for path in found]
+    return files
+
+
+def _split_by_class(files: list[tuple[Path, int]], seed: int) -> tuple[list[int], list[int]]:
+    """80/20 within each class, by seed; a class of fewer than five images trains with all."""
+    train: list[int] = []
+    val: list[int] = []
+    by_class: dict[int, list[int]] = {}
+    for index, (_, label) in enumerate(files):
+        by_class.setdefault(label, []).append(index)
+    for label, indices in by_class.items():
+        order = np.random.Generator(np.random.PCG64(mix(seed, label))).permutation(indices)
+        cut = len(indices) // 5
+        val += sorted(order[:cut].tolist())
+        train += sorted(order[cut:].tolist())
+    if not val:
+        raise InputError(
+            "no class has the five images it takes to keep one for validation: "
+            "add images, or give train/ and val/ folders"
+        )
+    return train, val
+
+
+def _image_fault(path: Path) -> str | None:
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            eighth = (max(1, image.width // 8), max(1, image.height // 8))
+            image.draft("RGB", eighth)  # a JPEG is then decoded at that size, and still in full
+            image.load()
+    except Exception as error:  # Pillow raises what its many decoders raise
+        return f"{path} cannot be decoded as an image ({error})"
+    return None
