@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common.errors import InputError
-from common.group import agreed, broadcast
+from common.group import agreed, broadcast, choose_backend
 from common.ranks import Ranks
 from common.snapshot import TrainingState, differences, list_snapshots, refuse_mismatch
 
@@ -113,11 +113,6 @@ class Run:
                 ) from error
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(file)
-        why = " (no GPU visible)" if (options.device, device.type) == ("auto", "cpu") else ""
-        log.info(
-            f"{recipe}: world_size {ranks.world_size} (launcher: {ranks.launcher}), "
-            f"device {device.type}{why}, backend {dist.get_backend()}, {options.precision}"
-        )
 
     def identity(self, config: Any, global_batch_size: int, fingerprint: str) -> dict[str, Any]:
         """The options that must be the same for a snapshot to be of this run."""
@@ -233,6 +228,15 @@ def set_up_logs(ranks: Ranks) -> None:
     log.propagate = False
     if ranks.is_main:
         log.addHandler(_Terminal())
+
+
+def announce(recipe: str, options: RunOptions, ranks: Ranks, device: torch.device) -> None:
+    """The first line of output: how many processes, and on what. Nothing falls back in silence."""
+    why = " (no GPU visible)" if (options.device, device.type) == ("auto", "cpu") else ""
+    log.info(
+        f"{recipe}: world_size {ranks.world_size} (launcher: {ranks.launcher}), device "
+        f"{device.type}{why}, backend {choose_backend(options.backend, device)}, {options.precision}"
+    )
 
 
 def progress_bar(total: int, initial: int, ranks: Ranks) -> "tqdm[Any]":

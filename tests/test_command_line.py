@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,24 +155,18 @@ def wait_for_step(folder: Path, step: int) -> None:
     wait_for(lambda: (snapshot_steps(folder) or [0])[-1] >= step)
 
 
+def children(parent: int) -> list[int]:
+    """Process ids right below a process."""
+    text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+    return [int(pid) for pid in text.split()]
+
+
 def ranks_of(parent: int) -> dict[int, int]:
-    """Rank to process id of the ranks below a process."""
+    """Rank to process id of the ranks below a process, for launchers that set RANK."""
     found: dict[int, int] = {}
-    listed = subprocess.run(
-        ["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True
-    ).stdout
-    pairs = [tuple(map(int, line.split())) for line in listed.splitlines()]
-    below = {parent}
-    for _ in range(3):
-        below |= {pid for pid, ppid in pairs if ppid in below}
-    for pid in below - {parent}:
-        try:
-            env = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        for entry in env:
-            if entry.startswith(b"RANK="):
-                found[int(entry[5:])] = pid
+    for pid in children(parent):
+        env = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        found |= {int(entry[5:]): pid for entry in env if entry.startswith(b"RANK=")}
     return found
 
 
@@ -191,11 +184,6 @@ def test_killed_in_the_middle_of_an_epoch(recipe: Recipe, reference: Result, nam
     result = recipe.finish(recipe.start(*command), recipe.tmp_path / "run")
     assert_same(result, reference)
     assert 16 <= result.summary["resumed_from"] < STEPS
-
-
-def children(parent: int) -> list[int]:
-    text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
-    return [int(pid) for pid in text.split()]
 
 
 def alive(pid: int) -> bool:

@@ -40,7 +40,7 @@ from common.measure import Throughput, peak_memory_bytes
 from common.models import ModelOptions, has_trained_batch_norm, prepare_model, set_train_mode
 from common.optim import OptimizerOptions
 from common.ranks import Ranks
-from common.record import Run, RunOptions, log, progress_bar, set_up_logs
+from common.record import Run, RunOptions, announce, log, progress_bar, set_up_logs
 from common.seeds import mixed_precision, seed_everything, set_determinism
 from common.stop import StopAgreement
 from recipes import cli
@@ -77,6 +77,7 @@ def train(config: Config, ranks: Ranks) -> None:
     set_determinism(deterministic=config.run.deterministic, cpu_threads=config.run.cpu_threads)
     seed_everything(seed)  # the same initial weights on every rank
     device = choose_device(config.run.device, ranks)
+    announce(NAME, config.run, ranks, device)
     dtype, autocast, scaler = mixed_precision(config.run.precision, device)
     with process_group(ranks, device, config.run.backend, config.run.timeout_s):
         run = Run(NAME, config, config.run, ranks, device)
