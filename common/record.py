@@ -233,9 +233,10 @@ def set_up_logs(ranks: Ranks) -> None:
 def announce(recipe: str, options: RunOptions, ranks: Ranks, device: torch.device) -> None:
     """The first line of output: how many processes, and on what. Nothing falls back in silence."""
     why = " (no GPU visible)" if (options.device, device.type) == ("auto", "cpu") else ""
+    backend = choose_backend(options.backend, device)
     log.info(
-        f"{recipe}: world_size {ranks.world_size} (launcher: {ranks.launcher}), device "
-        f"{device.type}{why}, backend {choose_backend(options.backend, device)}, {options.precision}"
+        f"{recipe}: world_size {ranks.world_size} (launcher: {ranks.launcher}), "
+        f"device {device.type}{why}, backend {backend}, {options.precision}"
     )
 
 
