@@ -10,6 +10,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -75,11 +76,17 @@ def listen(address: str, port: int) -> socket.socket:
         ) from error
 
 
+def command_line() -> str:
+    """The command that started the run, for a shell, with the interpreter's bare name."""
+    return os.environ.get("RECIPES_COMMAND") or shlex.join(["python", *sys.orig_argv[1:]])
+
+
 def make_error_folder() -> Path:
     """A folder in which the ranks started from here leave their errors for `supervise`."""
     folder = tempfile.mkdtemp(prefix="recipes-")
     os.environ["RECIPES_ERROR_DIR"] = folder
     os.environ["RECIPES_PARENT"] = str(os.getpid())
+    os.environ["RECIPES_COMMAND"] = command_line()  # a rank's own is not what the user typed
     return Path(folder)
 
 

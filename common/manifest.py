@@ -3,7 +3,6 @@
 import hashlib
 import os
 import platform
-import shlex
 import socket
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from common.group import gather
+from common.launch import command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -40,7 +40,7 @@ def describe_run(device: torch.device, seed: int, data_fingerprint: str) -> dict
     commit, diff = _git("rev-parse", "HEAD"), _git("diff", "HEAD")  # bytes: a diff is no text
     lock = Path(sys.prefix) / "lock.txt"  # put there by the Makefile, with what it installed
     return {
-        "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
+        "command": command_line(),
         "git_commit": commit.decode().strip() if commit else None,
         "git_dirty": bool(diff) if commit else None,
         "git_diff_sha256": hashlib.sha256(diff).hexdigest() if diff else None,

@@ -97,7 +97,10 @@ def assert_record(folder: Path, summary: dict[str, Any]) -> None:
 def test_the_same_options_give_the_same_weights(
     recipe: Recipe, reference: Result, name: str, extra: tuple[str, ...]
 ) -> None:
-    assert_same(recipe(name, *OPTIONS, *extra), reference)
+    result = recipe(name, "--nproc", "2", *OPTIONS, *extra)
+    assert_same(result, reference)
+    command = json.loads((result.folder / "manifest.json").read_text())["command"]
+    assert command.startswith(f"python -m recipes {name} --nproc 2 --epochs 6"), "as it was typed"
 
 
 @pytest.mark.parametrize(
