@@ -26,7 +26,8 @@ help: ## List the targets
 	@echo "             STACK={$(STACKS)} (default cu132), or PYTHON=python3 for one that has torch"
 
 run: $(INSTALLED) ## Train: make run RECIPE=ddp_launch [NPROC=2] [ARGS="--epochs 3"]
-	@$(PYTHON) -m recipes $(if $(RECIPE),$(RECIPE) $(LAUNCH) $(ARGS))
+	@$(if $(RECIPE),$(PYTHON) -m recipes $(RECIPE) $(LAUNCH) $(ARGS), \
+		$(PYTHON) -m recipes; echo "error: which one? make run RECIPE=NAME" >&2; exit 2)
 
 test: $(INSTALLED_DEV) ## Run the tests (laws, command lines, faults)
 	@$(PYTHON) -m pytest $(ARGS)

@@ -137,7 +137,7 @@ def _open(options: DataOptions, seed: int, ranks: Ranks) -> Data:
             arrays, range(cut), range(cut, count), _shift, _same, seed, names, arrays.digest()
         )
     if options.data_path is None or not options.data_path.is_dir():
-        raise InputError(f"--data-path {options.data_path} is no folder")
+        raise InputError(f"--data-path {options.data_path} is not a folder")
     if options.data == "imagefolder":
         return _image_folder(options, seed, ranks)
     return _torchvision(options, seed)

@@ -1,11 +1,31 @@
-"""What DistributedDataParallel needs to give the same bits after a resume."""
+"""Around DistributedDataParallel: the same bits after a resume, BatchNorm over all ranks."""
+
+import logging
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import InputError
+from common.models import has_trained_batch_norm
 from common.seeds import rng_state, set_rng_state
+
+log = logging.getLogger("recipes")
+
+
+def synchronize_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:
+    """BatchNorm over the global batch, where any of it is trained.
+
+    Raises:
+        InputError: on a CPU.
+    """
+    if not has_trained_batch_norm(model):
+        log.info("--sync-bn left out: no BatchNorm layer is trained")
+        return model
+    if device.type == "cpu":
+        raise InputError("--sync-bn needs GPUs: torch's SyncBatchNorm refuses CPUs")
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return converted
 
 
 def settle_buckets(

@@ -280,7 +280,7 @@ def agreed() -> Iterator[None]:
         return
     rank, is_input, message = failed[0]
     if is_input:
-        where = "" if len(failed) == len(found) else f"rank {rank}: "
+        where = "" if rank == 0 else f"rank {rank}: "
         shared = InputError(f"{where}{message}")
         shared.agreed = True  # type: ignore[attr-defined]  # rank 0 alone shows it
         raise shared from error

@@ -115,7 +115,7 @@ def load_matching(model: nn.Module, path: Path) -> tuple[list[str], list[str]]:
         InputError: no such file, no weights file, or nothing in it matches.
     """
     if not path.is_file():
-        raise InputError(f"--weights {path} is no file")
+        raise InputError(f"--weights {path} is not a file")
     try:
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever the unpickler meets

@@ -123,6 +123,18 @@ class Run:
             "data_fingerprint": fingerprint,
         }
 
+    def finished(self, last_step: int) -> bool:
+        """Whether the folder holds the end of this very run, which then stays as it is."""
+        done = None
+        if self.ranks.is_main and (self.folder / "summary.json").is_file():
+            done = json.loads((self.folder / "summary.json").read_text())
+        done = broadcast(done)
+        if not done or done["steps"] < last_step:
+            return False
+        log.info(f"already finished after step {done['steps']}: {self.folder} stays as it is")
+        self._show(done)
+        return True
+
     def begin(
         self,
         config: Any,
@@ -202,9 +214,12 @@ class Run:
         _write_json(self.folder / "summary.json", content)
         self._tensorboard.close()
         self._metrics.close()
-        width = max(map(len, content))
-        rows = [f"  {name:<{width}}  {_shown(name, value)}" for name, value in content.items()]
-        log.info("\n".join(["", *rows, f"  {'output_dir':<{width}}  {self.folder}", ""]))
+        self._show(content)
+
+    def _show(self, summary: dict[str, Any]) -> None:
+        rows = {k: _shown(k, v) for k, v in summary.items()} | {"output_dir": str(self.folder)}
+        width = max(map(len, rows))
+        log.info("\n".join(["", *(f"  {k:<{width}}  {v}" for k, v in rows.items()), ""]))
 
 
 def _new_folder(parent: Path) -> Path:
@@ -251,8 +266,11 @@ def progress_bar(total: int, initial: int, ranks: Ranks) -> "tqdm[Any]":
 class _Terminal(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         mark = "warning: " if record.levelno >= logging.WARNING else ""
-        tqdm.write(f"{mark}{record.getMessage()}", file=sys.stdout)  # leaves progress bars whole
-        sys.stdout.flush()
+        line = f"{mark}{record.getMessage()}"
+        if sys.stderr.isatty():
+            tqdm.write(line, file=sys.stdout)  # leaves the progress bar whole
+        else:
+            print(line, flush=True)
 
 
 def flatten(config: Any) -> dict[str, Any]:

@@ -45,8 +45,10 @@ class TrainingState:
     """Optimizer steps done since the beginning."""
     metrics_bytes: int = 0
     """Length of metrics.jsonl at this moment."""
+    saved_step: int = -1
+    """Of the newest snapshot: the same step is not written twice."""
 
-    def save(self, folder: Path, identity: Mapping[str, Any], keep: int) -> Path:
+    def save(self, folder: Path, identity: Mapping[str, Any], keep: int) -> None:
         """Write a snapshot by rank 0; every rank calls it, after the same step.
 
         Args:
@@ -54,21 +56,19 @@ class TrainingState:
             identity: the options that must be the same when it is loaded.
             keep: how many of the newest are left in the folder.
 
-        Returns:
-            The file, on every rank.
-
         Raises:
             TrainingError: a loss that is not finite (the last good snapshot stays the newest), or
                 a file that cannot be written.
         """
+        if self.saved_step == self.step:
+            return
         mine: dict[str, Any] = {"rng": rng_state(), "loss_sum": self.loss_sum.item()}
         ranks = gather(mine)
         refuse_non_finite([r["loss_sum"] for r in ranks], self.step, folder)
-        path = None
         with agreed():
             if dist.get_rank() == 0:
                 self._refuse_broken_weights(folder)
-                path = write(
+                write(
                     folder,
                     self.step,
                     {
@@ -86,9 +86,7 @@ class TrainingState:
                 )
                 for old in list_snapshots(folder)[keep:]:
                     old.unlink()
-        found = broadcast(path)
-        assert found is not None
-        return found
+        self.saved_step = self.step
 
     def _refuse_broken_weights(self, folder: Path) -> None:
         for name, value in self.model.state_dict().items():
@@ -114,6 +112,7 @@ class TrainingState:
         self.scaler.load_state_dict(found["scaler"])
         for name in ("epoch", "batch", "step", "metrics_bytes"):
             setattr(self, name, found[name])
+        self.saved_step = self.step
         rank = dist.get_rank()
         if found["world_size"] == dist.get_world_size():
             set_rng_state(found["ranks"][rank]["rng"])
@@ -190,7 +189,7 @@ def read(path: Path) -> dict[str, Any]:
         InputError: missing, torn, altered, of no snapshot format or of a newer one.
     """
     if not path.is_file():
-        raise InputError(f"snapshot {path} is no file")
+        raise InputError(f"snapshot {path} is not a file")
     expected = re.search(r"\.([0-9a-f]{16})\.pt$", path.name)
     if not expected:
         raise InputError(f"{path} is not named like a snapshot (step_NNNNNNNN.CHECKSUM.pt)")
@@ -227,6 +226,7 @@ def find(resume: str | Path, folder: Path, identity: Mapping[str, Any]) -> dict[
             found = _find(resume, folder)
             if found is not None:
                 refuse_mismatch(found["identity"], identity, f"the snapshot in {folder}")
+                log.info(f"resuming after step {found['step']}")
     return broadcast(found)
 
 
@@ -257,7 +257,6 @@ def _find(resume: str | Path, folder: Path) -> dict[str, Any] | None:
             log.warning(f"{error}; set aside, trying the one before")
             path.rename(path.with_suffix(".unsound"))  # else it would count as one to keep
             continue
-        log.info(f"resuming from {path.name}")
         return found
     if unsound := list(folder.glob("*.unsound")):
         raise InputError(

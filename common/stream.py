@@ -91,7 +91,7 @@ class GlobalBatches(Sampler[list[Key]]):
         if global_batch_size > samples:
             raise InputError(
                 f"--global-batch-size {global_batch_size} is more than the {samples} samples of "
-                "the training data: no batch can be filled"
+                f"the training data: give --global-batch-size {samples} or less"
             )
         self.samples, self.global_batch_size, self.seed = samples, global_batch_size, seed
         self.rank, self.batch_size_per_rank = rank, global_batch_size // world_size

@@ -71,12 +71,12 @@ def test_inputs_that_cannot_work(pool: Pool, tmp_path: Path) -> None:
     torch.save({"other.weight": torch.zeros(1)}, tmp_path / "other.pt")
     (tmp_path / "file").write_text("")
     for options, says in (
-        (["--data", "imagefolder", "--data-path", tmp_path / "none"], "is no folder"),
+        (["--data", "imagefolder", "--data-path", tmp_path / "none"], "is not a folder"),
         (["--data", "cifar10", "--data-path", tmp_path], "--download"),
-        (["--weights", tmp_path / "none.pt"], "is no file"),
+        (["--weights", tmp_path / "none.pt"], "is not a file"),
         (["--weights", tmp_path / "text.pt"], "no weights file"),
         (["--weights", tmp_path / "other.pt"], "no entry"),
-        (["--resume", tmp_path / "none.pt"], "is no file"),
+        (["--resume", tmp_path / "none.pt"], "is not a file"),
         (["--global-batch-size", "2000"], "more than the 1437 samples"),
         (["--norm", "batch", "--sync-bn"], "SyncBatchNorm refuses CPUs"),
     ):

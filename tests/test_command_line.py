@@ -276,9 +276,13 @@ def test_torchrun_restarts_a_rank_that_dies_once(recipe: Recipe, reference: Resu
 
 def test_a_finished_run_started_again_stays_as_it_is(recipe: Recipe) -> None:
     first = recipe("ddp_launch", "--epochs", "1").assert_ok()
-    losses, sha = first.metrics, first.sha
+    metrics, summary = first.metrics, first.summary
     again = recipe("ddp_launch", "--epochs", "1").assert_ok()
-    assert (again.sha, again.metrics) == (sha, losses)
+    assert (again.metrics, again.summary) == (metrics, summary)
+    assert "already finished" in again.stdout
+    (again.folder / "summary.json").unlink()  # as if it had died just before the end
+    third = recipe("ddp_launch", "--epochs", "1").assert_ok()
+    assert (third.sha, third.metrics) == (summary["weights_sha256"], metrics)
 
 
 def test_front_door_lists_the_recipes(recipe: Recipe) -> None:
@@ -298,6 +302,15 @@ def test_help_lists_grouped_options_with_defaults_and_units(recipe: Recipe) -> N
                  "optimizer options", "parallel options", "--global-batch-size", "(default: 0.1)",
                  "--sync-bn, --no-sync-bn", "{auto,gloo,nccl}", "[steps]", "--nproc"):  # fmt: skip
         assert part in text, part
+
+
+def test_make_run_without_a_recipe_is_no_success(recipe: Recipe) -> None:
+    need("make")
+    command = ("make", "-C", ROOT, "run", f"PYTHON={sys.executable}", "NPROC=4")
+    result = recipe.finish(recipe.start(*command), recipe.tmp_path)
+    assert result.status == 2
+    assert result.errors == ["error: which one? make run RECIPE=NAME"]
+    assert "ddp_spawn" in result.stdout
 
 
 def test_make_help_is_the_default_goal_and_diff_ddp_is_short(recipe: Recipe) -> None:

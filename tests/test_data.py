@@ -234,7 +234,7 @@ def test_cifar10_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_path_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is no folder"):
+    with pytest.raises(InputError, match="is not a folder"):
         load(data="imagefolder", data_path=tmp_path / "none")
     with pytest.raises(ValueError, match="needs --data-path"):
         DataOptions(data="cifar10")

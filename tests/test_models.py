@@ -33,7 +33,7 @@ def test_weights_of_matching_shape_load_and_the_others_are_named(tmp_path: Path)
 
 def test_weights_that_cannot_be_used(tmp_path: Path) -> None:
     model = build_model(ModelOptions(), channels=1, classes=10)
-    with pytest.raises(InputError, match="is no file"):
+    with pytest.raises(InputError, match="is not a file"):
         load_matching(model, tmp_path / "none.pt")
     (tmp_path / "text.pt").write_text("hello")
     with pytest.raises(InputError, match="no weights file"):

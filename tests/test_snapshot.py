@@ -105,7 +105,7 @@ def test_never_does_not_write_over(tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_snapshots(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is no file"):
+    with pytest.raises(InputError, match="is not a file"):
         found(tmp_path, resume=tmp_path / "none")
     torch.save({}, tmp_path / "model.pt")
     with pytest.raises(InputError, match="not named like a snapshot"):
