@@ -173,7 +173,7 @@ def _one_line(box: str) -> str:
     lines = [line.strip("│ ") for line in box.splitlines() if not re.match("[╭╰]", line)]
     paragraphs = re.split(r"(?m)^[─-]+$", "\n".join(lines))
     text = " ".join(paragraphs[0 if framed or len(paragraphs) == 1 else 1].split())
-    text = re.sub(r"^Error parsing \S+: ", "", text).rstrip(" .")
+    text = re.sub(r"^Error parsing ([a-z]\w*: )?", "", text).rstrip(" .")
     if similar := re.search(r"Perhaps you meant\W+(--[\w-]+)", box):
         text += f" (perhaps you meant {similar[1]})"
     hint = next((hint for part, hint in _HINTS.items() if part in text), None)
