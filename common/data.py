@@ -231,11 +231,7 @@ def _torchvision(options: DataOptions, seed: int) -> Data:
     size, grey = options.image_size, options.data == "fashion_mnist"
     resize = [v2.Resize((size, size))] if size else []
     side = size or (28 if grey else 32)
-    to_tensor = [
-        v2.ToImage(),
-        v2.ToDtype(torch.float32, scale=True),
-        v2.Normalize((0.286,), (0.353,)) if grey else v2.Normalize(IMAGENET_MEAN, IMAGENET_STD),
-    ]
+    to_tensor = _to_tensor((0.286,), (0.353,)) if grey else _to_tensor()
     augment = [v2.RandomCrop(side, padding=side // 8), v2.RandomHorizontalFlip()]
     digest = hashlib.sha256()
     for part in (train, val):
@@ -243,6 +239,14 @@ def _torchvision(options: DataOptions, seed: int) -> Data:
     training = Samples(train, range(len(train)), v2.Compose([*resize, *augment, *to_tensor]), seed)
     validation = Samples(val, range(len(val)), v2.Compose([*resize, *to_tensor]), seed)
     return Data(training, validation, list(train.classes), 1 if grey else 3, digest.hexdigest())
+
+
+def _to_tensor(
+    mean: tuple[float, ...] = IMAGENET_MEAN, std: tuple[float, ...] = IMAGENET_STD
+) -> list[Any]:
+    from torchvision.transforms import v2
+
+    return [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
 
 
 def _image_folder(options: DataOptions, seed: int, ranks: Ranks) -> Data:
@@ -255,11 +259,7 @@ def _image_folder(options: DataOptions, seed: int, ranks: Ranks) -> Data:
         image_folder.verify(mine, show_progress=ranks.is_main)
     listing = [(str(p.relative_to(options.data_path)), p.stat().st_size) for p, _ in files]
     side = options.image_size or 224
-    to_tensor = [
-        v2.ToImage(),
-        v2.ToDtype(torch.float32, scale=True),
-        v2.Normalize(IMAGENET_MEAN, IMAGENET_STD),
-    ]
+    to_tensor = _to_tensor()
     augment = v2.Compose([v2.RandomResizedCrop(side), v2.RandomHorizontalFlip(), *to_tensor])
     plain = v2.Compose([v2.Resize(side * 256 // 224), v2.CenterCrop(side), *to_tensor])
     source = image_folder.ImageFiles(files)

@@ -1,5 +1,10 @@
 """The ways a run ends, and the exit status of each (README.md, "How a run ends")."""
 
+import signal
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""What asks a run to save its state and end with STATUS_STOPPED."""
+
 STATUS_FINISHED = 0
 STATUS_FAILED = 1
 STATUS_BAD_INPUT = 2

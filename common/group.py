@@ -171,13 +171,12 @@ def _not_met(ranks: Ranks, timeout_s: float) -> Exception:
             f"{ranks.world_size} ranks are spread over several hosts: give rank 0's address on "
             "the network between them (ip addr shows it)"
         )
-    names = [name for _, name in socket.if_nameindex() if name != "lo"]
     return TrainingError(
         f"not all {ranks.world_size} ranks met at {ranks.master_addr}:{ranks.master_port} within "
         f"{timeout_s:.0f} s. Was the command started on every host? Can they reach that address "
         "and port (firewall)? Does another program listen there (give another MASTER_PORT)? Is "
-        f"the interface right? This host has {', '.join(names) or 'lo only'}; GLOO_SOCKET_IFNAME "
-        "and NCCL_SOCKET_IFNAME choose one."
+        f"the interface right? This host has {', '.join(_interfaces()) or 'lo only'}; "
+        "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose one."
     )
 
 
@@ -185,7 +184,7 @@ def _several_hosts_on_loopback(ranks: Ranks) -> bool:
     # As written, not as resolved: Debian's /etc/hosts gives a host's own name 127.0.1.1.
     address = ranks.master_addr
     loopback = address in ("localhost", "::1") or address.startswith("127.")
-    return loopback and ranks.local_world_size < ranks.world_size
+    return loopback and ranks.several_hosts
 
 
 def _give_up(ranks: Ranks, timeout_s: float) -> None:
@@ -198,13 +197,17 @@ def _choose_interface(ranks: Ranks) -> None:
     Debian maps the host name to 127.0.1.1, and gloo would then listen where no other host can
     reach it. NCCL looks at all interfaces by itself, so it is left alone. The user's choice wins.
     """
-    if ranks.local_world_size < ranks.world_size and "GLOO_SOCKET_IFNAME" not in os.environ:
+    if ranks.several_hosts and "GLOO_SOCKET_IFNAME" not in os.environ:
         name = interface_towards(ranks.master_addr)
         if name == "lo":  # this is rank 0's host: take the interface that leads outside
-            others = [other for _, other in socket.if_nameindex() if other != "lo"]
+            others = _interfaces()
             name = others[0] if len(others) == 1 else interface_towards("192.0.2.1")
         if name and name != "lo":
             os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _interfaces() -> list[str]:
+    return [name for _, name in socket.if_nameindex() if name != "lo"]
 
 
 def interface_towards(address: str) -> str | None:

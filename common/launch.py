@@ -29,6 +29,7 @@ from common.errors import (
     STATUS_FAILED,
     STATUS_FINISHED,
     STATUS_STOPPED,
+    STOP_SIGNALS,
     InputError,
     PeerError,
     StopRequested,
@@ -170,7 +171,7 @@ def supervise(children: Sequence[Child], errors: Path) -> int:
         for child in pending.values():
             _kill(child, number)
 
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for number in STOP_SIGNALS:
         signal.signal(number, forward)
     try:
         while pending:
@@ -238,7 +239,7 @@ def run_rank(body: Callable[[], Any], ranks: Ranks) -> int:
     failure and not the ones that follow from it.
     """
     die_with_parent()
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for number in STOP_SIGNALS:
         # Until the training listens (common.stop) there is nothing to save.
         signal.signal(number, lambda *_: os._exit(STATUS_STOPPED))
     try:

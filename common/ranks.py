@@ -63,6 +63,11 @@ class Ranks:
         """True on the one rank that writes files and talks to the person."""
         return self.rank == 0
 
+    @property
+    def several_hosts(self) -> bool:
+        """Whether some ranks of the run are on other hosts."""
+        return self.local_world_size < self.world_size
+
 
 def resolve(env: Mapping[str, str] | None = None, local_rank_argument: int | None = None) -> Ranks:
     """Read this process's ranks from the environment that its launcher set.

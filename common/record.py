@@ -23,9 +23,10 @@ from common.snapshot import TrainingState, differences, list_snapshots, refuse_m
 
 log = logging.getLogger("recipes")
 
+_MAY_DIFFER_BY_HOST = {"output_dir", "data_path", "weights", "resume"}
+
 # Options that change where, how fast or how long a run goes, but no number in it. The data's
 # fingerprint stands for its path, and the resolved batch for the two ways to give it.
-_MAY_DIFFER_BY_HOST = {"output_dir", "data_path", "weights", "resume"}
 _FREE = {
     "output_dir", "resume", "snapshot_every", "keep_snapshots", "log_every", "epoch_weights",
     "max_steps", "num_workers", "loader", "pin_memory", "download", "verify_images", "data_path",
@@ -87,7 +88,8 @@ class Run:
         Raises:
             InputError: a folder that cannot be written, or other options than rank 0's.
         """
-        given = {k: v for k, v in flatten(config).items() if k not in _MAY_DIFFER_BY_HOST}
+        self._options = flatten(config)
+        given = {k: v for k, v in self._options.items() if k not in _MAY_DIFFER_BY_HOST}
         rank_0 = broadcast(given)
         with agreed():
             if detail := differences(rank_0, given):
@@ -114,11 +116,11 @@ class Run:
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(file)
 
-    def identity(self, config: Any, global_batch_size: int, fingerprint: str) -> dict[str, Any]:
+    def identity(self, global_batch_size: int, fingerprint: str) -> dict[str, Any]:
         """The options that must be the same for a snapshot to be of this run."""
         return {
             "recipe": self.recipe,
-            **_decisive(flatten(config)),
+            **_decisive(self._options),
             "total_batch_size": global_batch_size,
             "data_fingerprint": fingerprint,
         }
@@ -137,7 +139,6 @@ class Run:
 
     def begin(
         self,
-        config: Any,
         manifest: dict[str, Any],
         state: TrainingState,
         class_names: list[str],
@@ -153,7 +154,7 @@ class Run:
                 held = self.folder / "config.json"
                 ours = {
                     "recipe": self.recipe,
-                    **flatten(config),
+                    **self._options,
                     "output_dir": str(self.folder),
                     "global_batch_size": global_batch_size,
                     "device": self._device.type,

@@ -6,7 +6,7 @@ import time
 import torch
 import torch.distributed as dist
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+from common.errors import STOP_SIGNALS
 
 
 class StopAgreement:

@@ -21,7 +21,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from common.errors import InputError
+from common.errors import STOP_SIGNALS, InputError
 from common.seeds import mix
 
 EVAL_BATCH_SIZE = 256
@@ -176,5 +176,5 @@ def make_loader(
 def _leave_signals_to_training(_worker: int) -> None:
     # A scheduler signals a job's every process: a worker that died of SIGTERM would turn an
     # orderly stop into a crash. Workers end when their queue closes or their parent is gone.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (*STOP_SIGNALS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,19 @@ def pool() -> Iterator[Pool]:
     ranks = Pool(3)
     yield ranks
     ranks.close()
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A real file system of `size` at `folder`, for what happens when it is full."""
+    need_root()
+    need("mount")
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float = 60) -> Any:

@@ -15,7 +15,7 @@ import torch
 from common.models import ModelOptions, build_model
 from common.ranks import Ranks
 from recipes.ddp_launch import train
-from tests.conftest import Recipe, need, need_root, wait_for
+from tests.conftest import Recipe, small_disk, wait_for
 from tests.pool import Pool
 from tests.test_data import faulty_folder, flowers
 
@@ -181,12 +181,7 @@ def test_a_loss_that_is_not_finite(recipe: Recipe) -> None:
 
 
 def test_a_disk_that_fills_while_training(recipe: Recipe, tmp_path: Path) -> None:
-    need_root()
-    need("mount")
-    disk = tmp_path / "run"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], check=True)
-    try:
+    with small_disk(tmp_path / "run", "2m") as disk:
         command = recipe.command("ddp_launch", "--epochs", "6", "--keep-snapshots", "50")
         result = recipe.finish(recipe.start(*command), disk)
         assert result.status == 1
@@ -198,9 +193,6 @@ def test_a_disk_that_fills_while_training(recipe: Recipe, tmp_path: Path) -> Non
         subprocess.run(["mount", "-o", "remount,size=50m", disk], check=True)
         again = recipe.finish(recipe.start(*command), disk).assert_ok()
         assert again.summary["resumed_from"] == int(left[-1].name[5:13])
-    finally:
-        recipe.stop()
-        subprocess.run(["umount", disk], check=True)
 
 
 def test_a_port_in_use_is_an_error_at_once_where_it_was_given(recipe: Recipe) -> None:

@@ -1,6 +1,5 @@
 """Snapshots are whole or not used, and never lost."""
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from common import snapshot
 from common.errors import InputError, TrainingError
 from common.ranks import Ranks
-from tests.conftest import need, need_root
+from tests.conftest import small_disk
 from tests.pool import Pool, in_group
 
 IDENTITY = {"recipe": "test", "lr": 0.1}
@@ -113,16 +112,9 @@ def test_files_that_are_no_snapshots(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_last_good_one(tmp_path: Path) -> None:
-    need_root()
-    need("mount")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], check=True)
-    try:
+    with small_disk(tmp_path / "disk", "256k") as disk:
         good = snapshot.write(disk, 1, content(1))
         with pytest.raises(TrainingError, match="cannot write a snapshot"):
             snapshot.write(disk, 2, content(2, model=torch.zeros(200_000)))
         assert list(disk.iterdir()) == [good]
         assert found(disk)["step"] == 1
-    finally:
-        subprocess.run(["umount", disk], check=True)

@@ -110,7 +110,7 @@ def train(config: Config, ranks: Ranks) -> None:
         # resume
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         state = snapshot.TrainingState(model, optimizer, scaler, loss_sum)
-        identity = run.identity(config, batch_size, data.fingerprint)
+        identity = run.identity(batch_size, data.fingerprint)
         found = snapshot.find(config.run.resume, run.snapshots, identity)
         seed_everything(seed, ranks.rank)  # from here on each rank draws its own dropout
         if found:
@@ -120,7 +120,7 @@ def train(config: Config, ranks: Ranks) -> None:
         if found and run.finished(last_step):
             return
         manifest = describe_run(device, seed, data.fingerprint)
-        run.begin(config, manifest, state, data.class_names, batch_size)
+        run.begin(manifest, state, data.class_names, batch_size)
         set_train_mode(model)
         # A resumed run must add gradients up in the same order as one that was never stopped.
         image, _ = data.train[(0, 0)]
