@@ -18,7 +18,7 @@ LAUNCH = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) \
 	$(if $(MASTER_PORT),--master-port $(MASTER_PORT))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check gpu-check format diff-ddp tensorboard venv venv-dev lock clean
+.PHONY: help run test check bench gpu-check format diff-ddp tensorboard venv venv-dev lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ check: $(INSTALLED_DEV) ## Lint, formatting, types
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
 	@$(PYTHON) -m mypy
+
+bench: $(INSTALLED) ## Measure a recipe beside its alternatives: make bench RECIPE=NAME; renews its results and README
+	@$(PYTHON) -m recipes.bench $(RECIPE) $(ARGS)
 
 gpu-check: $(INSTALLED) ## Check on a GPU what needs one, in a few minutes; writes tests/results/gpu_check.json
 	@$(PYTHON) -m tests.gpu_check $(ARGS)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from common import image_folder
 from common.errors import InputError
 from common.group import agreed
+from common.loader_tuning import choose_num_workers
 from common.ranks import Ranks
 from common.seeds import mix
 from common.stream import EVAL_BATCH_SIZE, GlobalBatches, Samples, fixed_batches, make_loader
@@ -38,8 +39,9 @@ class DataOptions:
     image_size: int | None = None
     """Side of the square the model sees [px]. None: digits 8, fashion_mnist 28, cifar10 and fake
     32, imagefolder 224."""
-    num_workers: int = 0
-    """Loading processes a rank [processes]; 0 loads in the training process."""
+    num_workers: int | Literal["auto"] = 0
+    """Loading processes a rank [processes]; 0 loads in the training process, auto measures first
+    and remembers its answer in the run's folder."""
     loader: Literal["map", "stream"] = "map"
     """Map-style samples with a sampler, or the same batches from a hand-sharded iterable."""
     pin_memory: bool = True
@@ -51,7 +53,7 @@ class DataOptions:
             raise ValueError(f"--data {self.data} needs --data-path DIR")
         if self.image_size is not None and self.image_size < 4:
             raise ValueError(f"--image-size must be at least 4 px, got {self.image_size}")
-        if self.num_workers < 0:
+        if self.num_workers != "auto" and self.num_workers < 0:
             raise ValueError(f"--num-workers must be 0 or more, got {self.num_workers}")
 
 
@@ -64,6 +66,8 @@ class Data:
     class_names: list[str]
     channels: int
     """Of an image: 1 or 3."""
+    side: int
+    """Of an image [px]."""
     fingerprint: str
     """SHA-256 that changes when the data does (see `load_data`)."""
 
@@ -105,8 +109,11 @@ def make_loaders(
     seed: int,
     ranks: Ranks,
     device: torch.device,
+    folder: Path,
 ) -> tuple[GlobalBatches, DataLoader[Any], DataLoader[Any]]:
     """This rank's batches of the training data, their loader, and the validation data's loader.
+
+    Calls collectives where `--num-workers auto` measures; `folder` is the run's, for its answer.
 
     Raises:
         InputError: a batch that the world size does not divide or the data cannot fill.
@@ -115,6 +122,8 @@ def make_loaders(
     held_out = fixed_batches(len(data.val), EVAL_BATCH_SIZE, ranks.rank, ranks.world_size)
     pin = options.pin_memory and device.type == "cuda"
     workers = options.num_workers
+    if workers == "auto":
+        workers = choose_num_workers(data.train, list(batches), device, pin, folder)
     loader = make_loader(
         data.train, batches, style=options.loader, num_workers=workers, pin_memory=pin
     )
@@ -126,12 +135,12 @@ def _open(options: DataOptions, seed: int, ranks: Ranks) -> Data:
         pixels, labels = _digits()
         images = (torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16 - 0.305) / 0.376
         order = np.random.Generator(np.random.PCG64(mix(seed))).permutation(len(images)).tolist()
-        arrays = _Arrays(_resized(images, options.image_size), labels)
+        arrays = Arrays(_resized(images, options.image_size), labels)
         cut, names = len(order) * 4 // 5, [str(n) for n in range(10)]
         return _data(arrays, order[:cut], order[cut:], _shift, _same, seed, names, arrays.digest())
     if options.data == "fake":
         images, labels = _fake_images(options.image_size or 32)
-        arrays, count = _Arrays(images, labels), len(labels)
+        arrays, count = Arrays(images, labels), len(labels)
         cut, names = count * 4 // 5, [str(n) for n in range(10)]
         return _data(
             arrays, range(cut), range(cut, count), _shift, _same, seed, names, arrays.digest()
@@ -155,8 +164,8 @@ def _data(
 ) -> Data:
     training = Samples(source, train, train_transform, seed)
     validation = Samples(source, val, val_transform, seed)
-    channels = validation[(0, 0)][0].shape[0]
-    return Data(training, validation, names, channels, fingerprint)
+    channels, side, _ = validation[(0, 0)][0].shape
+    return Data(training, validation, names, channels, side, fingerprint)
 
 
 def _digits() -> tuple[Any, Any]:
@@ -172,8 +181,8 @@ def _digits() -> tuple[Any, Any]:
     return table[:, :-1], table[:, -1].astype(int)
 
 
-class _Arrays:
-    """Images (count, channels, height, width) float32 and labels (count,) in memory."""
+class Arrays:
+    """Images (count, channels, height, width) or other float32 inputs, and labels, in memory."""
 
     def __init__(self, images: Tensor, labels: Any) -> None:
         self.images, self.labels = images, [int(label) for label in labels]
@@ -182,6 +191,7 @@ class _Arrays:
         return self.images[index], self.labels[index]
 
     def digest(self) -> str:
+        """SHA-256 over all of it."""
         return hashlib.sha256(self.images.numpy().tobytes() + bytes(self.labels)).hexdigest()
 
 
@@ -238,7 +248,9 @@ def _torchvision(options: DataOptions, seed: int) -> Data:
         digest.update(np.asarray(part.data).tobytes() + np.asarray(part.targets).tobytes())
     training = Samples(train, range(len(train)), v2.Compose([*resize, *augment, *to_tensor]), seed)
     validation = Samples(val, range(len(val)), v2.Compose([*resize, *to_tensor]), seed)
-    return Data(training, validation, list(train.classes), 1 if grey else 3, digest.hexdigest())
+    return Data(
+        training, validation, list(train.classes), 1 if grey else 3, side, digest.hexdigest()
+    )
 
 
 def _to_tensor(

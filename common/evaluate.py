@@ -1,6 +1,6 @@
 """Exact evaluation: every validation sample counted once, whatever the number of ranks."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +27,12 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,
+    model: Callable[[Tensor], Tensor | None],
     batches: Iterable[tuple[Tensor, Tensor]],
     total: int,
     device: torch.device,
     dtype: torch.dtype,
+    group: dist.ProcessGroup | None = None,
 ) -> Evaluation:
     """Evaluate the unwrapped `model` on batches dealt out by `common.stream.fixed_batches`.
 
@@ -42,20 +43,28 @@ def evaluate(
     world size too.
 
     Args:
-        model: returns logits (samples, classes).
+        model: returns logits (samples, classes); None on a rank that holds a pipeline's earlier
+            stage and so has no share in the result.
         batches: this rank's (images, labels).
         total: samples over all ranks, checked.
         device: where the model is.
         dtype: of the images.
+        group: the ranks that hold copies of this model, among which the batches were dealt out.
+            None: all of them.
     """
-    for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    for module in modules:
+        for buffer in module.buffers(recurse=False):
+            dist.broadcast(buffer, group=group, group_src=0)
+    was_training = [module for module in modules if module.training]
+    for module in modules:
+        module.training = False
     results = torch.zeros(-(-total // EVAL_BATCH_SIZE), 3, dtype=torch.float64, device=device)
     for number, (images, labels) in enumerate(batches):
         logits = model(images.to(device, dtype, non_blocking=True))
+        if logits is None:
+            continue
         labels = labels.to(device, non_blocking=True)
         loss = nn.functional.cross_entropy(logits.double(), labels, reduction="sum")
         correct = (logits.argmax(1) == labels).sum()

@@ -6,7 +6,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -56,6 +56,43 @@ def choose_device(device: str, ranks: Ranks, visible_gpus: int | None = None) ->
             "hosts)"
         )
     return torch.device("cuda", ranks.local_rank)
+
+
+def choose_devices(
+    names: Sequence[str] | None, device: str, on_cpu: int = 2, visible_gpus: int | None = None
+) -> list[torch.device]:
+    """The devices that one process drives, in the order given.
+
+    Args:
+        names: like `cuda:0 cuda:1`, or `cpu cpu` to learn without a GPU; a device may come twice.
+            None: all visible GPUs, or where there is none `on_cpu` times the CPU.
+        device: auto, cpu or cuda, for where `names` is None.
+        on_cpu: how often the CPU counts.
+        visible_gpus: GPUs this process sees; counted where None.
+
+    Raises:
+        InputError: a device that is not there, GPUs and CPU mixed, or cuda without a GPU.
+    """
+    gpus = torch.cuda.device_count() if visible_gpus is None else visible_gpus
+    if names is None:
+        if choose_device(device, Ranks(), gpus).type == "cpu":
+            return [torch.device("cpu")] * on_cpu
+        return [torch.device("cuda", number) for number in range(gpus)]
+    devices = []
+    for name in names:
+        number = name.removeprefix("cuda:")
+        if name == "cpu" and device != "cuda":
+            devices.append(torch.device("cpu"))
+        elif name != number and number.isdecimal() and int(number) < gpus and device != "cpu":
+            devices.append(torch.device("cuda", int(number)))
+        else:
+            there = " ".join(["cpu", *(f"cuda:{n}" for n in range(gpus))])
+            raise InputError(
+                f"--devices {name} is not there: this process sees {there} (--device {device})"
+            )
+    if len({d.type for d in devices}) != 1:
+        raise InputError(f"--devices {' '.join(names)}: name one or more, all cpu or all cuda:N")
+    return devices
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
@@ -244,6 +281,13 @@ def gather(value: T) -> list[T]:
     values: list[T | None] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values  # type: ignore[return-value]
+
+
+def gather_to_rank_0(value: T) -> list[T]:
+    """Every rank's `value` in rank order on rank 0, an empty list elsewhere."""
+    values: list[T] | None = [value] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values, dst=0)
+    return values or []
 
 
 def broadcast(value: T) -> T:

@@ -37,24 +37,10 @@ def describe_run(device: torch.device, seed: int, data_fingerprint: str) -> dict
     cuda = device.type == "cuda"
     gpu = torch.cuda.get_device_name(device) if cuda else None
     hosts = gather((socket.gethostname(), gpu))
-    commit, diff = _git("rev-parse", "HEAD"), _git("diff", "HEAD")  # bytes: a diff is no text
-    lock = Path(sys.prefix) / "lock.txt"  # put there by the Makefile, with what it installed
     return {
         "command": command_line(),
-        "git_commit": commit.decode().strip() if commit else None,
-        "git_dirty": bool(diff) if commit else None,
-        "git_diff_sha256": hashlib.sha256(diff).hexdigest() if diff else None,
-        "lock_sha256": hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else None,
-        "image_digest": os.environ.get("RECIPES_IMAGE_DIGEST"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchvision": version("torchvision"),
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version() if cuda else None,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
-        "driver": _driver() if cuda else None,
+        **describe_machine(),
         "gpus": [name for _, name in hosts if name],
-        "cpu": _cpu_model(),
         "world_size": len(hosts),
         "hosts": sorted({host for host, _ in hosts}),
         "seed": seed,
@@ -67,6 +53,30 @@ def describe_run(device: torch.device, seed: int, data_fingerprint: str) -> dict
         },
         "environment": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
         "data_fingerprint": data_fingerprint,
+    }
+
+
+def describe_machine() -> dict[str, Any]:
+    """This machine, the code and the libraries: what a measured figure must carry with it."""
+    commit, diff = _git("rev-parse", "HEAD"), _git("diff", "HEAD")  # bytes: a diff is no text
+    lock = Path(sys.prefix) / "lock.txt"  # put there by the Makefile, with what it installed
+    cuda = torch.cuda.is_available()
+    return {
+        "git_commit": commit.decode().strip() if commit else None,
+        "git_dirty": bool(diff) if commit else None,
+        "git_diff_sha256": hashlib.sha256(diff).hexdigest() if diff else None,
+        "lock_sha256": hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else None,
+        "image_digest": os.environ.get("RECIPES_IMAGE_DIGEST"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": version("torchvision"),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "driver": _driver() if cuda else None,
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "cpu": _cpu_model(),
+        "cpu_cores": len(os.sched_getaffinity(0)),
     }
 
 

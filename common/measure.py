@@ -1,9 +1,11 @@
 """Measuring time and memory without fooling oneself."""
 
+import math
 import resource
+import shutil
+import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -21,23 +23,27 @@ class Throughput:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.samples = device, 0
-        self._start_s, self._paused_s = time.perf_counter(), 0.0
+        self._trained_s, self._since_s = 0.0, time.perf_counter()
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave out the block, counted from when the device has done what came before."""
+    def _lap(self) -> float:
+        return self._trained_s + time.perf_counter() - self._since_s
+
+    def pause(self) -> None:
+        """Stop the clock, when the device has done what came before."""
         synchronize(self.device)
-        start_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            synchronize(self.device)
-            self._paused_s += time.perf_counter() - start_s
+        self._trained_s = self._lap()
+        self._since_s = math.inf
+
+    def resume(self) -> None:
+        """Let the clock run again, when the device has done what came in the pause."""
+        synchronize(self.device)
+        self._since_s = time.perf_counter()
 
     @property
     def samples_per_s(self) -> float:
         """Over all ranks, since the beginning of this process; 0 where nothing was trained."""
-        return self.samples / (time.perf_counter() - self._start_s - self._paused_s)
+        running = self._since_s < math.inf
+        return self.samples / (self._lap() if running else self._trained_s)
 
 
 def peak_memory_bytes(device: torch.device) -> list[int]:
@@ -48,3 +54,68 @@ def peak_memory_bytes(device: torch.device) -> list[int]:
     if device.type == "cuda":
         return gather(torch.cuda.max_memory_allocated(device))
     return gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+class Utilization:
+    """Share of time in which each GPU ran any kernel, as nvidia-smi samples it twice a second.
+
+    Args:
+        devices: the GPUs; on CPUs nothing is sampled.
+
+    Source: NVIDIA, nvidia-smi, "utilization.gpu".
+    """
+
+    def __init__(self, devices: list[torch.device]) -> None:
+        gpus = [device for device in devices if device.type == "cuda"]
+        self._uuids = [f"GPU-{torch.cuda.get_device_properties(gpu).uuid}" for gpu in gpus]
+        self._sampler = None
+        if gpus and shutil.which("nvidia-smi"):
+            self._sampler = subprocess.Popen(
+                ["nvidia-smi", "--query-gpu=uuid,utilization.gpu",
+                 "--format=csv,noheader,nounits", "--loop-ms=500"],
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            )  # fmt: skip
+
+    def stop(self) -> list[float | None]:
+        """End the sampling: the mean of each device [%], None where there was no sample."""
+        if self._sampler is None:
+            return [None] * len(self._uuids)
+        self._sampler.terminate()
+        text, _ = self._sampler.communicate()
+        samples: dict[str, list[float]] = {uuid: [] for uuid in self._uuids}
+        for line in text.splitlines():
+            uuid, _, percent = line.partition(", ")
+            if uuid in samples and percent.strip().isdigit():
+                samples[uuid].append(float(percent))
+        return [sum(s) / len(s) if s else None for s in samples.values()]
+
+
+class PeakMemory:
+    """Peak memory of this process above what it held when this was made.
+
+    On a GPU, what PyTorch's allocator gave out. On a CPU, resident memory: the kernel's high-water
+    mark (VmHWM) after setting it back by writing 5 to /proc/self/clear_refs. Memory that was freed
+    before and is still resident hides as much, so measure in a fresh process what is to be exact.
+
+    Source: Linux, proc(5), /proc/pid/clear_refs; PyTorch, torch.cuda.max_memory_allocated.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._start = torch.cuda.memory_allocated(device)
+        else:
+            Path("/proc/self/clear_refs").write_text("5")
+            self._start = _status_bytes("VmRSS")
+
+    def above_start(self) -> int:
+        """Bytes at the peak so far, above the start."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device) - self._start
+        return _status_bytes("VmHWM") - self._start
+
+
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from common.data import Data
 from common.errors import InputError
 from common.group import agreed
 
@@ -25,6 +26,10 @@ class ModelOptions:
     norm: Literal["auto", "group", "batch"] = "auto"
     """Normalisation. group does not look across the batch, so training is the same on any number of
     ranks; batch is what pretrained ResNets have. auto: group for convnet, batch for ResNets."""
+    stem: Literal["auto", "small", "large"] = "auto"
+    """First layers of a ResNet. large: 7x7 convolution with stride 2 and max-pooling, for photos;
+    small: 3x3 with stride 1 and no pooling. auto: small for images below 64 px without --weights,
+    which mostly come from the large one."""
     dropout: float = 0.0
     """Share of features dropped before convnet's last layer."""
     weights: Path | None = None
@@ -65,13 +70,14 @@ class ConvNet(nn.Module):
         return logits
 
 
-def build_model(options: ModelOptions, channels: int, classes: int) -> nn.Module:
+def build_model(options: ModelOptions, channels: int, classes: int, side: int = 224) -> nn.Module:
     """The named model, its last layer called `fc`.
 
     Args:
         options: see `ModelOptions`.
         channels: of the images; a ResNet's first convolution is made to fit.
         classes: size of the logits.
+        side: of the images [px].
     """
     norm = options.norm
     if norm == "auto":
@@ -81,16 +87,24 @@ def build_model(options: ModelOptions, channels: int, classes: int) -> nn.Module
         return ConvNet(channels, classes, layer, options.dropout)
     from torchvision import models
 
-    model: nn.Module = getattr(models, options.model)(num_classes=classes, norm_layer=layer)
-    if channels != 3:
+    model: nn.Module = getattr(models, options.model)(
+        num_classes=classes, norm_layer=layer, zero_init_residual=True
+    )
+    small = (
+        side < 64 and options.weights is None if options.stem == "auto" else options.stem == "small"
+    )
+    if small:
+        model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+        model.maxpool = nn.Identity()
+    elif channels != 3:
         model.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
     return model
 
 
-def prepare_model(options: ModelOptions, channels: int, classes: int) -> nn.Module:
+def prepare_model(options: ModelOptions, data: Data) -> nn.Module:
     """`build_model`, then its weights and freezing; what fails on one rank is raised on all."""
     with agreed():
-        model = build_model(options, channels, classes)
+        model = build_model(options, data.channels, len(data.class_names), data.side)
         if options.weights:
             loaded, left_out = load_matching(model, options.weights)
             names = ", ".join(left_out) or "none"

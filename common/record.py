@@ -88,8 +88,8 @@ class Run:
         Raises:
             InputError: a folder that cannot be written, or other options than rank 0's.
         """
-        self._options = flatten(config)
-        given = {k: v for k, v in self._options.items() if k not in _MAY_DIFFER_BY_HOST}
+        self._flat = flatten(config)
+        given = {k: v for k, v in self._flat.items() if k not in _MAY_DIFFER_BY_HOST}
         rank_0 = broadcast(given)
         with agreed():
             if detail := differences(rank_0, given):
@@ -99,7 +99,7 @@ class Run:
             if options.output_dir is None and ranks.is_main:
                 self.folder = _new_folder(Path("runs") / recipe)
         self.folder = broadcast(self.folder)
-        self._device = device
+        self.device, self.options = device, options
         self.snapshots = self.folder / "snapshots"
         self.recipe, self.ranks = recipe, ranks
         self._started_s = time.monotonic()
@@ -120,7 +120,7 @@ class Run:
         """The options that must be the same for a snapshot to be of this run."""
         return {
             "recipe": self.recipe,
-            **_decisive(self._options),
+            **_decisive(self._flat),
             "total_batch_size": global_batch_size,
             "data_fingerprint": fingerprint,
         }
@@ -154,10 +154,10 @@ class Run:
                 held = self.folder / "config.json"
                 ours = {
                     "recipe": self.recipe,
-                    **self._options,
+                    **self._flat,
                     "output_dir": str(self.folder),
                     "global_batch_size": global_batch_size,
-                    "device": self._device.type,
+                    "device": self.device.type,
                     "backend": dist.get_backend(),
                 }
                 if held.is_file() and not list_snapshots(self.snapshots):
@@ -256,12 +256,15 @@ def announce(recipe: str, options: RunOptions, ranks: Ranks, device: torch.devic
     )
 
 
-def progress_bar(total: int, initial: int, ranks: Ranks) -> "tqdm[Any]":
-    """A bar of steps on rank 0's stderr; twice a minute where that is a file and no terminal."""
+def progress_bar(
+    total: int, initial: int, ranks: Ranks, unit: str = "step", desc: str | None = None
+) -> "tqdm[Any]":
+    """A bar on rank 0's stderr; twice a minute where that is a file and no terminal."""
     interval_s = 0.1 if sys.stderr.isatty() else 30.0
     return tqdm(
-        total=total, initial=initial, unit="step", mininterval=interval_s, disable=not ranks.is_main
-    )
+        total=total, initial=initial, unit=unit, desc=desc, mininterval=interval_s,
+        disable=not ranks.is_main,
+    )  # fmt: skip
 
 
 class _Terminal(logging.Handler):

@@ -11,18 +11,32 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from common.errors import InputError, TrainingError
-from common.group import agreed, broadcast, gather
+from common.group import agreed, broadcast, gather_number, gather_to_rank_0
 from common.seeds import rng_state, seed_everything, set_rng_state
 
 FORMAT = 1
+_POSITION = ("epoch", "batch", "step", "metrics_bytes")
 log = logging.getLogger("recipes")
+
+
+class Stateful(Protocol):
+    """A model, an optimizer, a scaler: what gives its state as a dict of tensors and numbers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Take over a state."""
+        ...
 
 
 @dataclass
@@ -32,12 +46,12 @@ class TrainingState:
     The learning rate is a pure function of `step`, and so has no state.
     """
 
-    model: nn.Module
-    """Unwrapped, so that no name begins with `module.`."""
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
+    parts: Mapping[str, Stateful]
+    """By name, "model" among them: unwrapped, so that no name begins with `module.`."""
     loss_sum: Tensor
     """This rank's sum of step losses in the epoch so far, a scalar on the device."""
+    sharded: bool = False
+    """Each rank's parts are its own (a pipeline's stages), not copies of rank 0's."""
     epoch: int = 0
     batch: int = 0
     """Batches done of the epoch."""
@@ -62,12 +76,18 @@ class TrainingState:
         """
         if self.saved_step == self.step:
             return
+        refuse_non_finite(gather_number(self.loss_sum.item()), self.step, folder)
         mine: dict[str, Any] = {"rng": rng_state(), "loss_sum": self.loss_sum.item()}
-        ranks = gather(mine)
-        refuse_non_finite([r["loss_sum"] for r in ranks], self.step, folder)
+        parts: dict[str, Any] = {}
+        with agreed():
+            if self.sharded or dist.get_rank() == 0:
+                parts = {name: part.state_dict() for name, part in self.parts.items()}
+                self._refuse_broken_weights(parts["model"], folder)
+        if self.sharded:
+            mine["parts"], parts = _on_cpu(parts), {}
+        ranks = gather_to_rank_0(mine)
         with agreed():
             if dist.get_rank() == 0:
-                self._refuse_broken_weights(folder)
                 write(
                     folder,
                     self.step,
@@ -76,20 +96,16 @@ class TrainingState:
                         "identity": dict(identity),
                         "world_size": len(ranks),
                         "ranks": ranks,
-                        "model": self.model.state_dict(),
-                        "optimizer": self.optimizer.state_dict(),
-                        "scaler": self.scaler.state_dict(),
-                        **{
-                            k: getattr(self, k) for k in ("epoch", "batch", "step", "metrics_bytes")
-                        },
+                        **parts,
+                        **{name: getattr(self, name) for name in _POSITION},
                     },
                 )
                 for old in list_snapshots(folder)[keep:]:
                     old.unlink()
         self.saved_step = self.step
 
-    def _refuse_broken_weights(self, folder: Path) -> None:
-        for name, value in self.model.state_dict().items():
+    def _refuse_broken_weights(self, weights: dict[str, Tensor], folder: Path) -> None:
+        for name, value in weights.items():
             if not value.isfinite().all():
                 raise TrainingError(
                     f"{name} is not finite after step {self.step}, and is not saved: try a lower "
@@ -106,15 +122,23 @@ class TrainingState:
 
         On another number of ranks the model, optimizer and position go on exactly, and so does the
         order of samples; each rank's random generators then start from (seed, rank, step).
+
+        Raises:
+            InputError: sharded parts, on another number of ranks.
         """
-        self.model.load_state_dict(found["model"])
-        self.optimizer.load_state_dict(found["optimizer"])
-        self.scaler.load_state_dict(found["scaler"])
-        for name in ("epoch", "batch", "step", "metrics_bytes"):
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        if self.sharded and found["world_size"] != world_size:
+            raise InputError(
+                f"the snapshot holds the shards of {found['world_size']} ranks, this run has "
+                f"{world_size}: start as many, or choose another --output-dir"
+            )
+        parts = found["ranks"][rank]["parts"] if self.sharded else found
+        for name, part in self.parts.items():
+            part.load_state_dict(parts[name])
+        for name in _POSITION:
             setattr(self, name, found[name])
         self.saved_step = self.step
-        rank = dist.get_rank()
-        if found["world_size"] == dist.get_world_size():
+        if found["world_size"] == world_size:
             set_rng_state(found["ranks"][rank]["rng"])
             self.loss_sum.fill_(found["ranks"][rank]["loss_sum"])
         else:
@@ -123,7 +147,7 @@ class TrainingState:
             self.loss_sum.fill_(total)
             log.warning(
                 f"the snapshot is of {found['world_size']} ranks, this run has "
-                f"{dist.get_world_size()}: it goes on at the same sample, not with the same bits"
+                f"{world_size}: it goes on at the same sample, not with the same bits"
             )
 
 
@@ -176,6 +200,11 @@ def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
 def list_snapshots(folder: Path) -> list[Path]:
     """Snapshot files by step, the newest first, unchecked."""
     return sorted(folder.glob("step_????????.????????????????.pt"), reverse=True)
+
+
+def _on_cpu(value: Any) -> Any:
+    """Copies of all tensors on the CPU, to be sent: a GPU tensor would pickle as its device's."""
+    return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _newest(folder: Path) -> str:

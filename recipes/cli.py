@@ -21,6 +21,8 @@ C = TypeVar("C")
 LAUNCHED = {
     "ranks": "a process a device, started by this command, torchrun, srun or mpirun",
     "spawn": "a process a device, started by the recipe itself, or by torchrun, srun or mpirun",
+    "one": "one process that drives its devices itself",
+    "stages": "one process, or a process a stage, as --schedule says",
 }
 """What a recipe's constant LAUNCHED may say, and what that means."""
 
@@ -43,6 +45,9 @@ class LaunchOptions:
     """Address of host 0 that the others can reach. None: MASTER_ADDR, or this machine."""
     master_port: int | None = None
     """Port of host 0. None: MASTER_PORT, or a free one where there is one host."""
+    compare: bool = False
+    """Measure the recipe beside its alternatives instead of training: a table, a figure and
+    comparison.json in --output-dir. For recipes that have a compare.py."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be started."""
@@ -74,12 +79,13 @@ class LaunchOptions:
         return self.nproc or _visible_gpus() or 2
 
 
-def start(name: str, arguments: Sequence[str]) -> int:
+def start(name: str, arguments: Sequence[str], processes: int | None = None) -> int:
     """Run a recipe whose ranks are processes started from outside, by us where nobody did.
 
     Args:
         name: of the recipe.
         arguments: of its command line.
+        processes: ranks in all that its options ask for; None: --nproc, or one a GPU.
 
     Returns:
         The exit status.
@@ -88,9 +94,10 @@ def start(name: str, arguments: Sequence[str]) -> int:
         ranks, arguments = _resolve(arguments)
         if ranks.launcher == "none" and not {"-h", "--help"} & set(arguments):
             options, rest = _split(arguments)
-            if options.nnodes * options.processes > 1:
+            nproc = processes // options.nnodes if processes else options.processes
+            if options.nnodes * nproc > 1 and not options.compare:
                 command, address = ["-m", "recipes", name, *rest], options.address or "127.0.0.1"
-                return launch(command, options.processes, options.nnodes, options.node_rank,
+                return launch(command, nproc, options.nnodes, options.node_rank,
                               address, options.port)  # fmt: skip
     except InputError as error:
         return report(error, Ranks())
@@ -103,6 +110,7 @@ def run(
     train: Callable[[C, Ranks], None],
     arguments: Sequence[str],
     spawn: Callable[[C, int], int] | None = None,
+    processes: Callable[[C], int] | None = None,
 ) -> int:
     """Parse the options and run `train` in this process, or `spawn` where it is no rank yet.
 
@@ -112,6 +120,7 @@ def run(
         train: the recipe.
         arguments: of the command line.
         spawn: starts the ranks from (config, nproc) and returns their exit status.
+        processes: ranks in all that a config asks for, where --nproc is not free to choose.
 
     Returns:
         The exit status.
@@ -120,6 +129,11 @@ def run(
     try:
         ranks, arguments = _resolve(arguments)
         options, config = parse(name, config_class, arguments)
+        if options.compare:
+            return _compare(name, arguments)
+        wanted = processes(config) if processes else None
+        if wanted is not None:
+            _refuse_other_than(wanted, name, options, ranks)
         if ranks.launcher != "none":
             if options.nproc not in (None, ranks.local_world_size):
                 raise InputError(
@@ -130,11 +144,33 @@ def run(
             if options.nnodes > 1:
                 raise InputError(f"{name} starts processes on this machine only: use ddp_launch")
             return spawn(config, options.processes)
-        elif options.nnodes * options.processes > 1:
-            return start(name, arguments)
+        elif (wanted or options.nnodes * options.processes) > 1:
+            return start(name, arguments, wanted)
     except InputError as error:
         return report(error, ranks)
     return run_rank(lambda: train(config, ranks), ranks)
+
+
+def _refuse_other_than(wanted: int, name: str, options: LaunchOptions, ranks: Ranks) -> None:
+    """Raise InputError where more or fewer processes are there than the recipe's options mean."""
+    what = "one process" if wanted == 1 else f"{wanted} processes"
+    if ranks.launcher != "none" and ranks.world_size != wanted:
+        raise InputError(
+            f"{name} with these options is {what}, but {ranks.launcher} started {ranks.world_size}"
+        )
+    if ranks.launcher == "none" and options.nproc not in (None, wanted // options.nnodes):
+        raise InputError(
+            f"--nproc {options.nproc}, but {name} with these options is {what}, whatever the "
+            "number of devices: leave it out"
+        )
+    if wanted % options.nnodes:
+        raise InputError(f"{what} cannot be shared out over {options.nnodes} hosts alike")
+
+
+def _compare(name: str, arguments: Sequence[str]) -> int:
+    from recipes import bench
+
+    return run_rank(lambda: bench.run(name, arguments), Ranks())
 
 
 def parse(name: str, config_class: type[C], arguments: Sequence[str]) -> tuple[LaunchOptions, C]:
@@ -198,6 +234,7 @@ def _split(arguments: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
                          ("master-addr", str), ("master-port", int)):  # fmt: skip
         names = (f"--{option}", f"--{option.replace('-', '_')}")
         parser.add_argument(*dict.fromkeys(names), type=kind, default=argparse.SUPPRESS)
+    parser.add_argument("--compare", action="store_true", default=argparse.SUPPRESS)
     try:
         known, rest = parser.parse_known_args(list(arguments))
         return LaunchOptions(**vars(known)), rest

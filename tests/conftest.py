@@ -150,8 +150,8 @@ def recipe(tmp_path: Path) -> Iterator[Recipe]:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Three ranks for the whole session."""
-    ranks = Pool(3)
+    """Four ranks for the whole session."""
+    ranks = Pool(4)
     yield ranks
     ranks.close()
 

@@ -1,7 +1,10 @@
 """Ranks that outlive a test: starting Python and importing torch costs more than most laws."""
 
+import contextlib
+import io
 import traceback
 from collections.abc import Callable
+from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -67,6 +70,14 @@ def in_group(ranks: Ranks, function: Callable[..., Any], *args: Any) -> Any:
     finally:
         if torch.distributed.is_initialized():  # a failed rank leaves its group as it is
             torch.distributed.destroy_process_group()
+
+
+def call_main(_ranks: Ranks, name: str, arguments: list[str]) -> tuple[int, str, str]:
+    """A recipe's own main() in a warm process: its exit status, stdout and stderr."""
+    said, told = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(told):
+        status = import_module(f"recipes.{name}.train").main(arguments)
+    return status, told.getvalue(), said.getvalue()
 
 
 def _serve(connection: Connection) -> None:

@@ -1,7 +1,5 @@
 """Bad input ends with status 2 and one line; trouble while training with status 1 and one line."""
 
-import contextlib
-import io
 import re
 import socket
 import subprocess
@@ -13,24 +11,15 @@ import pytest
 import torch
 
 from common.models import ModelOptions, build_model
-from common.ranks import Ranks
-from recipes.ddp_launch import train
 from tests.conftest import Recipe, small_disk, wait_for
-from tests.pool import Pool
+from tests.pool import Pool, call_main
 from tests.test_data import faulty_folder, flowers
 
 
-def call_main(_ranks: Ranks, arguments: list[str]) -> tuple[int, str]:
-    """The recipe's own main() in a warm process: its exit status and what it says on stderr."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        status = train.main(arguments)
-    return status, said.getvalue()
-
-
-def assert_refused(pool: Pool, says: str, *options: str | Path) -> None:
+def assert_refused(pool: Pool, says: str, *options: str | Path, name: str = "ddp_launch") -> None:
     """Status 2, one `error:` line and no traceback."""
-    ((status, said),) = pool.run(call_main, 1, ["--nproc", "1", *map(str, options)])
+    given = ["--nproc", "1"] if name == "ddp_launch" else []
+    ((status, _, said),) = pool.run(call_main, 1, name, [*given, *map(str, options)])
     assert status == 2, f"status {status}\n{said}"
     errors = [line for line in said.splitlines() if line.startswith("error:")]
     assert len(errors) == 1, said
@@ -139,7 +128,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 def test_a_folder_of_another_run_is_left_as_it_is(pool: Pool, tmp_path: Path) -> None:
     run = ["--max-steps", "3", "--output-dir", str(tmp_path / "run")]
-    assert pool.run(call_main, 1, ["--nproc", "1", *run])[0][0] == 0
+    assert pool.run(call_main, 1, "ddp_launch", ["--nproc", "1", *run])[0][0] == 0
     before = contents(tmp_path / "run")
     assert len(before) > 5
     for options, says in (

@@ -25,20 +25,17 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import snapshot
 from common.data import DataOptions, load_data, make_loaders
 from common.ddp import settle_buckets, synchronize_batch_norm
-from common.errors import StopRequested
 from common.evaluate import evaluate
-from common.group import choose_device, gather_number, process_group
-from common.manifest import describe_run
-from common.measure import Throughput, peak_memory_bytes
+from common.group import choose_device, process_group
+from common.loop import Loop
 from common.models import ModelOptions, prepare_model, set_train_mode
 from common.optim import OptimizerOptions
 from common.ranks import Ranks
-from common.record import Run, RunOptions, announce, log, progress_bar, set_up_logs
+from common.record import Run, RunOptions, announce, set_up_logs
 from common.seeds import mixed_precision, seed_everything, set_determinism
-from common.stop import StopAgreement
+from common.snapshot import Stateful
 from recipes import cli
 
 NAME = "ddp_launch"
@@ -82,11 +79,11 @@ def train(config: Config, ranks: Ranks) -> None:
         data = load_data(config.data, seed, ranks)
         batch_size = options.total_batch_size(ranks.world_size)
         batches, loader, val_loader = make_loaders(
-            data, config.data, batch_size, seed, ranks, device
+            data, config.data, batch_size, seed, ranks, device, run.folder
         )
 
         # model
-        model = prepare_model(config.model, data.channels, len(data.class_names))
+        model = prepare_model(config.model, data)
         model.to(device, dtype)
 
         # parallelise
@@ -108,47 +105,20 @@ def train(config: Config, ranks: Ranks) -> None:
         )
 
         # resume
-        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        state = snapshot.TrainingState(model, optimizer, scaler, loss_sum)
-        identity = run.identity(batch_size, data.fingerprint)
-        found = snapshot.find(config.run.resume, run.snapshots, identity)
-        seed_everything(seed, ranks.rank)  # from here on each rank draws its own dropout
-        if found:
-            state.resume(found, seed)
-        total_steps = options.epochs * batches.steps_per_epoch
-        last_step = min(options.max_steps or total_steps, total_steps)
-        if found and run.finished(last_step):
+        parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer, "scaler": scaler}
+        loop = Loop(run, parts, options, batches, data)
+        if not loop.resume():
             return
-        manifest = describe_run(device, seed, data.fingerprint)
-        run.begin(manifest, state, data.class_names, batch_size)
         set_train_mode(model)
         # A resumed run must add gradients up in the same order as one that was never stopped.
         image, _ = data.train[(0, 0)]
         settle_buckets(ddp, image.to(device, dtype), batches.batch_size_per_rank, autocast)
 
         # loop
-        resumed_from = state.step if found else None
-        stop, speed = StopAgreement(), Throughput(device)
-        progress = progress_bar(last_step, state.step, ranks)
-
-        def save() -> None:
-            with speed.paused():
-                state.metrics_bytes = run.metrics_bytes
-                state.save(run.snapshots, identity, config.run.keep_snapshots)
-
-        def leave() -> None:
-            save()
-            log.info(f"stopped after step {state.step}: to go on, run the same command "
-                     f"with --output-dir {run.folder}")  # fmt: skip
-            raise StopRequested
-
-        while True:
-            batches.set_epoch(state.epoch, first_batch=state.batch)
-            # Nothing is left of an epoch whose snapshot was written before its evaluation.
-            for images, labels in loader if state.step < last_step else ():
-                lr = options.learning_rate(state.step, batches.steps_per_epoch, batch_size)
+        for _epoch in loop.epochs():
+            for images, labels in loop.batches(loader):
                 for group in optimizer.param_groups:
-                    group["lr"] = lr
+                    group["lr"] = loop.lr
                 with autocast:
                     logits = ddp(images.to(device, dtype, non_blocking=True))
                     loss = nn.functional.cross_entropy(logits, labels.to(device, non_blocking=True))
@@ -156,57 +126,13 @@ def train(config: Config, ranks: Ranks) -> None:
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad(set_to_none=True)
-                state.loss_sum += loss.detach()
-                state.batch += 1
-                state.step += 1
-                speed.samples += batch_size
-                progress.update()
-                if state.step % config.run.log_every == 0:
-                    losses = gather_number(loss.item())
-                    snapshot.refuse_non_finite(losses, state.step, run.snapshots)
-                    mean_loss = sum(losses) / ranks.world_size
-                    progress.set_postfix({"loss": f"{mean_loss:.4f}"}, refresh=False)
-                    run.metrics(state.step, state.epoch, loss=mean_loss, lr=lr,
-                                samples_per_s=speed.samples_per_s)  # fmt: skip
-                if stop.after(state.step):
-                    leave()
-                if config.run.snapshot_every and state.step % config.run.snapshot_every == 0:
-                    save()
-                if state.step == last_step:
-                    break
-            save()
-            with speed.paused():  # the model inside: ddp's forward would wait for its peers
-                result = evaluate(model, val_loader, len(data.val), device, dtype)
-            snapshot.refuse_non_finite([result.loss], state.step, run.snapshots)
-            train_loss = sum(gather_number(state.loss_sum.item() / state.batch)) / ranks.world_size
-            run.metrics(state.step, state.epoch, train_loss=train_loss, val_loss=result.loss,
-                        val_accuracy=result.accuracy)  # fmt: skip
-            log.info(
-                f"epoch {state.epoch + 1}/{options.epochs}: train_loss {train_loss:.4f}, "
-                f"val_loss {result.loss:.4f}, val_accuracy {result.accuracy:.4f}"
-            )
-            if config.run.epoch_weights:
-                run.save_epoch_weights(model.state_dict(), state.epoch)
-            if state.step >= last_step:
-                break
-            if stop.after(state.step, at_once=True):
-                leave()
-            state.next_epoch()
-        progress.close()
+                loop.after_step(loss)
+            # The model inside: ddp's forward would wait for its peers.
+            result = evaluate(model, val_loader, len(data.val), device, dtype)
+            loop.after_epoch(result, model.state_dict())
 
         # report
-        run.finish(
-            model.state_dict(),
-            epochs=state.epoch + 1,
-            steps=state.step,
-            train_loss=train_loss,
-            val_accuracy=result.accuracy,
-            val_correct=result.correct,
-            val_total=result.total,
-            samples_per_s=speed.samples_per_s,
-            peak_memory_bytes=peak_memory_bytes(device),
-            resumed_from=resumed_from,
-        )
+        loop.finish(model.state_dict())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

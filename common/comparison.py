@@ -1,0 +1,105 @@
+"""Comparing alternatives fairly: each in a fresh process, in turn, the median of several rounds."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from common.errors import InputError, TrainingError
+from common.launch import ROOT
+from common.ranks import Ranks
+from common.record import flatten, progress_bar
+
+T = TypeVar("T")
+
+
+def run_fresh(
+    module: str, arguments: Sequence[str | Path], env: Mapping[str, str] | None = None
+) -> str:
+    """Run `python -m MODULE ARGUMENTS` to its end and return what it printed.
+
+    Args:
+        module: to run.
+        arguments: of its command line.
+        env: variables to set besides this process's own.
+
+    Raises:
+        InputError: it ended with status 2; its own error line.
+        TrainingError: it failed otherwise.
+    """
+    given = {k: v for k, v in os.environ.items() if not k.startswith("RECIPES_")}
+    path = os.pathsep.join(filter(None, [ROOT, given.get("PYTHONPATH")]))
+    command = [sys.executable, "-P", "-m", module, *map(str, arguments)]
+    done = subprocess.run(
+        command, env={**given, **(env or {}), "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    if done.returncode == 0:
+        return done.stdout
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    message = lines[-1].removeprefix("error: ") if lines else done.stderr[-500:]
+    kind = InputError if done.returncode == 2 else TrainingError
+    raise kind(f"{' '.join(map(str, arguments))}: {message}")
+
+
+def run_recipe(
+    name: str,
+    arguments: Sequence[str | Path],
+    folder: Path,
+    env: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Run a recipe into `folder` by the front door and return its summary."""
+    run_fresh("recipes", [name, *arguments, "--output-dir", folder], env)
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
+
+
+def as_arguments(config: Any, leave_out: set[str]) -> list[str]:
+    """A config as the command line that gives it, for another recipe with the same groups."""
+    arguments = []
+    for name, value in flatten(config).items():
+        option = name.replace("_", "-")
+        if name in leave_out or value is None:
+            continue
+        if isinstance(value, bool):
+            arguments.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            arguments += [f"--{option}", str(value)]
+    return arguments
+
+
+def visible_devices(gpus: Sequence[str]) -> str:
+    """CUDA_VISIBLE_DEVICES for GPUs that this process numbers so."""
+    own = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = own.split(",") if own else []
+    return ",".join(names[int(gpu)] if own else gpu for gpu in gpus)
+
+
+def in_turn(variants: Mapping[str, Callable[[int], T]], rounds: int) -> dict[str, list[T]]:
+    """Measure every variant once a round, so that what drifts on the machine meets all alike.
+
+    Args:
+        variants: name to what measures it once, given the number of the round.
+        rounds: how often each is measured.
+    """
+    found: dict[str, list[T]] = {name: [] for name in variants}
+    with progress_bar(rounds * len(variants), 0, Ranks(), unit="run") as bar:
+        for number in range(rounds):
+            for name, measure in variants.items():
+                bar.set_postfix_str(name)
+                found[name].append(measure(number))
+                bar.update()
+    return found
+
+
+def median(runs: Sequence[Mapping[str, Any]], key: str) -> float:
+    """Median of a number over the rounds of one variant."""
+    return float(statistics.median(run[key] for run in runs))
+
+
+def mebibytes(number: float) -> str:
+    """A number of bytes for a table."""
+    return f"{number / 2**20:,.0f} MiB"

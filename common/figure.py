@@ -1,0 +1,35 @@
+"""Figures, where matplotlib is installed; a run never fails for want of one."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("recipes")
+
+
+def save_figure(path: Path, plot: Callable[..., None], panels: int = 1) -> None:
+    """Save what `plot` draws as a PNG whose bytes depend on the data and matplotlib alone.
+
+    Args:
+        path: of the file.
+        plot: called with one matplotlib Axes a panel.
+        panels: side by side.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        log.warning(f"{path.name} is not drawn: matplotlib is not installed here")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        1, panels, figsize=(6.4 * panels, 4.2), layout="constrained", squeeze=False
+    )
+    for panel in axes[0]:
+        panel.grid(alpha=0.3)
+    plot(*axes[0])
+    metadata: dict[str, Any] = {"Software": None}
+    figure.savefig(path, dpi=110, metadata=metadata)
+    pyplot.close(figure)

@@ -1,0 +1,123 @@
+"""How many loading processes: measured on the user's own data, not guessed.
+
+`tune_loader` shows the whole sweep; `--num-workers auto` in a training recipe uses the same code
+and remembers its answer in the run's folder.
+"""
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.group import broadcast, gather
+from common.measure import synchronize
+from common.stream import Key, Samples, make_loader
+
+log = logging.getLogger("recipes")
+
+GAIN = 1.05
+"""One more loading process must be worth this much: below it is noise."""
+
+
+def counts(cpu_cores: int) -> Iterator[int]:
+    """Numbers of loading processes to try: 0, 1, 2, ... to the cores, then in larger steps."""
+    number = 0
+    while True:
+        yield number
+        number += 1 if number < max(4, cpu_cores) else max(2, cpu_cores // 2)
+
+
+def samples_per_s(
+    samples: Samples,
+    batches: Sequence[list[Key]],
+    device: torch.device,
+    *,
+    num_workers: int,
+    pin_memory: bool,
+    limit_s: float = math.inf,
+) -> float:
+    """Load batches and copy them to the device, as training does but with nothing else to do.
+
+    The clock starts when the first batch is there: processes start once an epoch or a run, and so
+    they are not what is compared.
+
+    Args:
+        samples: to load.
+        batches: keys of each batch, two or more.
+        device: that the batches are copied to.
+        num_workers: loading processes.
+        pin_memory: load into page-locked memory.
+        limit_s: leave the rest unloaded after this long [s].
+    """
+    loader = make_loader(samples, list(batches), num_workers=num_workers, pin_memory=pin_memory)
+    count, start_s = 0, 0.0
+    for images, _ in loader:
+        moved: Tensor = images.to(device, non_blocking=True)
+        if not start_s:
+            start_s = time.perf_counter()
+            continue
+        count += len(moved)
+        if time.perf_counter() - start_s > limit_s:
+            break
+    synchronize(device)
+    return count / (time.perf_counter() - start_s)
+
+
+def recommend(speeds: dict[int, float]) -> tuple[int, str]:
+    """The smallest number of loading processes that nothing beats by more than noise, and why."""
+    best = max(speeds, key=lambda number: speeds[number])
+    chosen = min(number for number in speeds if speeds[number] * GAIN >= speeds[best])
+    ratio = speeds[chosen] / speeds[0]
+    if chosen == 0:
+        why = "loading processes gain nothing here: handing batches over costs what they save"
+    elif chosen == best:
+        why = f"the fastest, {ratio:.1f} times loading in the training process"
+    else:
+        why = (f"{ratio:.1f} times loading in the training process; {best} would be "
+               f"{speeds[best] / speeds[chosen] - 1:.0%} faster, within noise")  # fmt: skip
+    return chosen, why
+
+
+def choose_num_workers(
+    samples: Samples,
+    batches: Sequence[list[Key]],
+    device: torch.device,
+    pin_memory: bool,
+    folder: Path,
+) -> int:
+    """Measure on all ranks at the same time, as they will load in training; every rank calls it.
+
+    Goes on to more processes until two numbers in a row bring nothing.
+
+    Args:
+        samples: of the training data.
+        batches: this rank's, of one epoch.
+        device: of this rank.
+        pin_memory: load into page-locked memory.
+        folder: of the run, where the answer is kept in loader.json and read again on a resume.
+    """
+    file = folder / "loader.json"
+    known: Any = broadcast(json.loads(file.read_text()) if file.is_file() else None)
+    if known is None:
+        speeds: dict[int, float] = {}
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        enough = list(batches) * -(-100 // len(batches))  # a small data set several times over
+        for number in counts(len(os.sched_getaffinity(0)) // ranks_here):
+            own = samples_per_s(samples, enough, device, num_workers=number,
+                                pin_memory=pin_memory, limit_s=1.0)  # fmt: skip
+            speeds[number] = min(gather(own))  # training waits for the slowest rank
+            if len(speeds) > 2 and recommend(speeds)[0] < number - 1:
+                break
+        chosen, why = recommend(speeds)
+        known = {"num_workers": chosen, "why": why, "samples_per_s_a_rank": speeds}
+        if torch.distributed.get_rank() == 0:
+            file.write_text(json.dumps(known, indent=2) + "\n")
+            log.info(f"--num-workers auto: {chosen} ({why})")
+    return int(known["num_workers"])

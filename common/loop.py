@@ -1,0 +1,187 @@
+"""The bookkeeping around a training loop: what to log, when to save, stop and go on.
+
+The loop itself and its step stay in the recipe; this keeps the order of what happens between two
+steps, on which an exact resume depends, in one place.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from common import snapshot
+from common.data import Data
+from common.errors import StopRequested
+from common.evaluate import Evaluation
+from common.group import gather_number
+from common.manifest import describe_run
+from common.measure import Throughput, peak_memory_bytes
+from common.optim import OptimizerOptions
+from common.record import Run, log, progress_bar
+from common.seeds import seed_everything
+from common.snapshot import Stateful, TrainingState
+from common.stop import StopAgreement
+from common.stream import GlobalBatches
+
+
+class Loop:
+    """Where a run stands between two steps. Every rank has one, and calls it alike.
+
+    Args:
+        run: its folder and options.
+        parts: what a snapshot holds, by name: "model" (unwrapped), "optimizer" and the like.
+        options: how many epochs and steps, and the learning rate.
+        batches: of the training data.
+        data: its fingerprint and class names.
+        sharded: each rank's parts are its own (a pipeline's stages), not copies of rank 0's.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        parts: Mapping[str, Stateful],
+        options: OptimizerOptions,
+        batches: GlobalBatches,
+        data: Data,
+        *,
+        sharded: bool = False,
+    ) -> None:
+        self.run, self.options, self.stream, self.data = run, options, batches, data
+        loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
+        self.state = TrainingState(parts, loss_sum, sharded)
+        total_steps = options.epochs * batches.steps_per_epoch
+        self.last_step = min(options.max_steps or total_steps, total_steps)
+        self._identity = run.identity(batches.global_batch_size, data.fingerprint)
+
+    def resume(self) -> bool:
+        """Go on from the newest snapshot where there is one, and open the run's files.
+
+        Returns:
+            False where the folder holds the end of this very run: there is nothing to do.
+        """
+        run, state, seed = self.run, self.state, self.run.options.seed
+        found = snapshot.find(run.options.resume, run.snapshots, self._identity)
+        seed_everything(seed, run.ranks.rank)  # from here on each rank draws its own dropout
+        if found:
+            state.resume(found, seed)
+            if run.finished(self.last_step):
+                return False
+        self._resumed_from = state.step if found else None
+        manifest = describe_run(run.device, seed, self.data.fingerprint)
+        run.begin(manifest, state, self.data.class_names, self.stream.global_batch_size)
+        return True
+
+    def epochs(self) -> Iterator[int]:
+        """Epochs still to do, from 0; each has its `batches` and ends with `after_epoch`."""
+        self._stop, self._speed = StopAgreement(), Throughput(self.run.device)
+        self._progress = progress_bar(self.last_step, self.state.step, self.run.ranks)
+        while True:
+            yield self.state.epoch
+            if self.state.step >= self.last_step:
+                break
+            if self._stop.after(self.state.step, at_once=True):
+                self._leave()
+            self.state.next_epoch()
+        self._progress.close()
+
+    def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """What is left of this epoch's batches; after the last one the state is saved."""
+        self.stream.set_epoch(self.state.epoch, first_batch=self.state.batch)
+        # Nothing is left of an epoch whose snapshot was written before its evaluation.
+        for batch in loader if self.state.step < self.last_step else ():
+            yield batch
+            if self.state.step == self.last_step:
+                break
+        self._save()
+        self._speed.pause()
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the step at hand."""
+        steps_per_epoch, batch_size = self.stream.steps_per_epoch, self.stream.global_batch_size
+        return self.options.learning_rate(self.state.step, steps_per_epoch, batch_size)
+
+    def after_step(self, loss: Tensor) -> None:
+        """Count a step, log it, save it, or stop after it.
+
+        Args:
+            loss: this rank's, a scalar; the run's loss is the mean over ranks.
+
+        Raises:
+            TrainingError: a loss that is not finite, on every rank.
+            StopRequested: a signal came; the state is saved.
+        """
+        run, state, lr = self.run, self.state, self.lr
+        state.loss_sum += loss.detach()
+        state.batch += 1
+        state.step += 1
+        self._speed.samples += self.stream.global_batch_size
+        self._progress.update()
+        if state.step % run.options.log_every == 0:
+            losses = gather_number(loss.item())
+            snapshot.refuse_non_finite(losses, state.step, run.snapshots)
+            mean_loss = sum(losses) / run.ranks.world_size
+            self._progress.set_postfix({"loss": f"{mean_loss:.4f}"}, refresh=False)
+            run.metrics(state.step, state.epoch, loss=mean_loss, lr=lr,
+                        samples_per_s=self._speed.samples_per_s)  # fmt: skip
+        if self._stop.after(state.step):
+            self._leave()
+        every = run.options.snapshot_every
+        if every and state.step % every == 0:
+            self._save()
+
+    def after_epoch(self, result: Evaluation, state_dict: dict[str, Tensor]) -> None:
+        """Log the epoch.
+
+        Args:
+            result: on the validation data.
+            state_dict: of the unwrapped model, for `--epoch-weights`.
+        """
+        run, state = self.run, self.state
+        snapshot.refuse_non_finite([result.loss], state.step, run.snapshots)
+        losses = gather_number(state.loss_sum.item() / state.batch)
+        self._train_loss, self._result = sum(losses) / run.ranks.world_size, result
+        run.metrics(state.step, state.epoch, train_loss=self._train_loss, val_loss=result.loss,
+                    val_accuracy=result.accuracy)  # fmt: skip
+        log.info(
+            f"epoch {state.epoch + 1}/{self.options.epochs}: train_loss {self._train_loss:.4f}, "
+            f"val_loss {result.loss:.4f}, val_accuracy {result.accuracy:.4f}"
+        )
+        if run.options.epoch_weights:
+            run.save_epoch_weights(state_dict, state.epoch)
+        self._speed.resume()
+
+    def finish(self, state_dict: dict[str, Tensor], **more: Any) -> None:
+        """Write the model and the summary, with what the recipe adds to it."""
+        result = self._result
+        self.run.finish(
+            state_dict,
+            **{
+                "epochs": self.state.epoch + 1,
+                "steps": self.state.step,
+                "train_loss": self._train_loss,
+                "val_accuracy": result.accuracy,
+                "val_correct": result.correct,
+                "val_total": result.total,
+                "samples_per_s": self._speed.samples_per_s,
+                "peak_memory_bytes": peak_memory_bytes(self.run.device),
+                "resumed_from": self._resumed_from,
+                **more,
+            },
+        )
+
+    def _save(self) -> None:
+        self._speed.pause()
+        self.state.metrics_bytes = self.run.metrics_bytes
+        self.state.save(self.run.snapshots, self._identity, self.run.options.keep_snapshots)
+        self._speed.resume()
+
+    def _leave(self) -> None:
+        self._save()
+        log.info(
+            f"stopped after step {self.state.step}: to go on, run the same command with "
+            f"--output-dir {self.run.folder}"
+        )
+        raise StopRequested

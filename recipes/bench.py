@@ -1,0 +1,138 @@
+"""`make bench RECIPE=NAME`: a recipe's comparison, measured here, into its results/ and README.
+
+    python -m recipes.bench NAME [options]       measure, and renew results/, figure and README
+    python -m recipes.bench NAME --redraw        renew figure and README from the JSON that is there
+    python -m recipes NAME --compare [options]   measure into --output-dir, and change nothing here
+
+A recipe's compare.py has `measure(arguments, folder)`, which returns tables and what the figure
+needs, and `draw(result, path)`.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from common.errors import InputError
+from common.launch import report, run_rank
+from common.manifest import describe_machine
+from common.ranks import Ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- results: written by make bench -->", "<!-- end of results -->"
+
+
+def comparison(name: str) -> Any:
+    """The recipe's compare module.
+
+    Raises:
+        InputError: it has none.
+    """
+    if find_spec(f"recipes.{name}") is None or find_spec(f"recipes.{name}.compare") is None:
+        having = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/compare.py"))
+        raise InputError(f"{name} has no comparison: {', '.join(having)} have")
+    return import_module(f"recipes.{name}.compare")
+
+
+def measure(name: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Measure and describe: the content of comparison.json."""
+    module = comparison(name)
+    start_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        found = module.measure(list(arguments), Path(folder))
+    command = ["python", "-m", "recipes", name, "--compare", *arguments]
+    elapsed_s = round(time.monotonic() - start_s, 1)
+    about = {"command": shlex.join(command), "elapsed_s": elapsed_s, **describe_machine()}
+    return {"recipe": name, "about": about, **found}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The tables of a comparison, and where they were measured."""
+    parts = []
+    for table in result["tables"]:
+        rows = [table["columns"], ["---"] * len(table["columns"]), *table["rows"]]
+        lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+        parts.append(f"{table['title']}\n\n" + "\n".join(lines))
+    about = result["about"]
+    where = about["gpu"] or f"{about['cpu_cores']} cores of an {about['cpu']}, no GPU"
+    parts.append(
+        f"({where}; torch {about['torch']}, Python {about['python']}; `{about['command']}`; "
+        "[comparison.json](results/comparison.json).)\n\n![the figure](results/comparison.png)"
+    )
+    return "\n\n".join(parts)
+
+
+def plain(result: dict[str, Any]) -> str:
+    """The tables for a terminal."""
+    parts = []
+    for table in result["tables"]:
+        rows = [[str(cell) for cell in row] for row in (table["columns"], *table["rows"])]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+        parts.append("\n".join([table["title"], *(f"  {line}" for line in lines)]))
+    return "\n\n" + "\n\n".join(parts) + "\n"
+
+
+def run(name: str, arguments: Sequence[str]) -> None:
+    """`python -m recipes NAME --compare`: into --output-dir."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--compare", action="store_true")
+    parser.add_argument("--output-dir", "--output_dir", type=Path)
+    given, rest = parser.parse_known_args(list(arguments))
+    stamp = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
+    folder = given.output_dir or Path("runs") / name / f"compare-{stamp}"
+    if (folder / "comparison.json").exists():
+        raise InputError(f"{folder} holds a comparison already: choose another --output-dir")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output-dir {folder} cannot be written: {error}") from error
+    result = measure(name, rest)
+    (folder / "comparison.json").write_text(json.dumps(result, indent=2) + "\n")
+    comparison(name).draw(result, folder / "comparison.png")
+    print(plain(result) + f"\n  {folder}/comparison.json, comparison.png")
+
+
+def renew(name: str, arguments: Sequence[str]) -> None:
+    """`make bench`: into the recipe's results/ and README."""
+    results = ROOT / "recipes" / name / "results"
+    path = results / "comparison.json"
+    module = comparison(name)
+    if list(arguments) == ["--redraw"]:
+        if not path.exists():
+            raise InputError(f"{path} is not there yet: measure first, without --redraw")
+    else:
+        content = measure(name, arguments)
+        results.mkdir(exist_ok=True)
+        path.write_text(json.dumps(content, indent=2) + "\n")
+    result = json.loads(path.read_text())
+    module.draw(result, results / "comparison.png")
+    readme = results.parent / "README.md"
+    before, _, rest = readme.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    readme.write_text(f"{before}{BEGIN}\n{markdown(result)}\n{END}{after}")
+    print(plain(result) + f"\n  renewed {readme} and {results}")
+
+
+def main() -> int:
+    """Run from a command line; returns the exit status."""
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        print(__doc__)
+        return 0
+    name, *arguments = sys.argv[1:]
+    try:
+        comparison(name)
+    except InputError as error:
+        return report(error, Ranks())
+    return run_rank(lambda: renew(name, arguments), Ranks())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""DataParallel beside DistributedDataParallel: the same training on the same devices."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common.comparison import as_arguments, in_turn, mebibytes, median, run_recipe, visible_devices
+from common.figure import save_figure
+from recipes import cli
+from recipes.dp_resnet50.train import NAME, Config, choose_devices
+
+
+def measure(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Train by both, three times in turn, two epochs each unless `--max-steps` says otherwise."""
+    arguments = [argument for argument in arguments if argument != "ddp"]
+    if not any(argument.replace("_", "-").startswith("--max-steps") for argument in arguments):
+        arguments += ["--max-steps", "28"]
+    _, config = cli.parse(NAME, Config, arguments)
+    devices = choose_devices(config)
+    shared = as_arguments(config, leave_out={"device_ids", "output_dir", "resume"})
+    gpus = [str(device.index) for device in devices if device.type == "cuda"]
+    subset = {"CUDA_VISIBLE_DEVICES": visible_devices(gpus)} if gpus else {}
+    ddp = [*shared, "--nproc", str(len(devices))]
+    runs = in_turn(
+        {
+            "DataParallel": lambda n: run_recipe(NAME, arguments, folder / f"dp{n}"),
+            "DistributedDataParallel": lambda n: run_recipe(
+                "ddp_launch", ddp, folder / f"ddp{n}", subset
+            ),
+        },
+        rounds=3,
+    )
+    speed = {name: median(found, "samples_per_s") for name, found in runs.items()}
+    rows = []
+    for name, found in runs.items():
+        used = found[-1].get("gpu_utilization_percent") or []
+        rows.append(
+            [
+                name,
+                found[-1]["world_size"],
+                f"{speed[name]:,.0f}",
+                f"{speed[name] / speed['DistributedDataParallel']:.2f}",
+                ", ".join(map(mebibytes, found[-1]["peak_memory_bytes"])),
+                ", ".join("?" if u is None else f"{u:.0f} %" for u in used) or "not sampled",
+            ]
+        )
+    alone = "" if len(devices) > 1 else ": one device, on which DataParallel replicates nothing"
+    title = (f"`{config.model.model}` on {', '.join(map(str, devices))}{alone}; median of 3 runs "
+             "in turn.")  # fmt: skip
+    columns = ["parallelised by", "processes", "samples/s", "speed ratio to DDP",
+               "peak memory of each device", "utilisation of each GPU"]  # fmt: skip
+    return {
+        "tables": [{"title": title, "columns": columns, "rows": rows}],
+        "runs": runs,
+    }
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Speed, and the memory of each device."""
+
+    def plot(left: Any, right: Any) -> None:
+        for place, (name, runs) in enumerate(result["runs"].items()):
+            speeds = [run["samples_per_s"] for run in runs]
+            left.plot([place] * len(speeds), speeds, "o", label=name)
+            peaks = [peak / 2**20 for peak in runs[-1]["peak_memory_bytes"]]
+            places = [device + 0.4 * place for device in range(len(peaks))]
+            right.bar(places, peaks, width=0.35, label=name)
+        left.set(xticks=[], ylabel="samples/s", ylim=(0, None), title="speed, every run")
+        right.set(xlabel="device", ylabel="peak memory [MiB]", title="memory")
+        left.legend()
+        right.legend()
+
+    save_figure(path, plot, panels=2)

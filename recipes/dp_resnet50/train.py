@@ -1,0 +1,195 @@
+"""DataParallel: one process copies the model to every GPU anew in each step.
+
+The batch is split over the GPUs, each computes on its copy, and GPU 0 gathers the outputs and the
+gradients and takes the step: the first way to use several GPUs that people meet, here to be
+measured against the better one (`--compare ddp`). Use it for a quick try on one machine; for
+anything that runs for long use ddp_launch. With fewer than two GPUs it replicates nothing.
+
+    make run RECIPE=dp_resnet50                                      all visible GPUs, or the CPU
+    make run RECIPE=dp_resnet50 ARGS="--device-ids 0 1"              a subset
+    docker run --gpus all IMAGE dp_resnet50                          the same in the image
+    srun --ntasks 1 --gpus 4 python -m recipes dp_resnet50           one Slurm task with all GPUs
+
+The default takes about 45 s on 2 CPU cores and reaches a validation accuracy of 0.95.
+
+Source: PyTorch, "torch.nn.DataParallel"; linear scaling and warm-up: Goyal et al. 2017
+(arXiv 1706.02677), section 2.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+if __package__ in (None, ""):  # started as a file: the repository is not on the path yet
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import nn
+
+from common.data import Data, DataOptions, load_data, make_loaders
+from common.errors import InputError
+from common.evaluate import evaluate
+from common.group import choose_device, process_group
+from common.loop import Loop
+from common.measure import Utilization, peak_memory_bytes
+from common.models import ModelOptions, build_model, prepare_model, set_train_mode
+from common.optim import OptimizerOptions
+from common.ranks import Ranks
+from common.record import Run, RunOptions, announce, log, set_up_logs
+from common.seeds import mixed_precision, seed_everything, set_determinism
+from common.snapshot import Stateful
+from recipes import cli
+
+NAME = "dp_resnet50"
+LAUNCHED = "one"  # see recipes.cli
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """Which devices share the work."""
+
+    device_ids: tuple[int, ...] | None = None
+    """GPUs to use, the first one leads; CUDA_VISIBLE_DEVICES hides and numbers them. None: all."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """All options; those of a group mean the same in every recipe."""
+
+    run: RunOptions = field(default_factory=partial(RunOptions, cpu_threads=2))
+    data: DataOptions = field(default_factory=DataOptions)
+    model: ModelOptions = field(default_factory=partial(ModelOptions, model="resnet50"))
+    optimizer: OptimizerOptions = field(
+        default_factory=partial(
+            OptimizerOptions, epochs=12, lr=0.05, warmup_epochs=1.0, weight_decay=5e-4
+        )
+    )
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+
+
+def choose_devices(config: Config, visible_gpus: int | None = None) -> list[torch.device]:
+    """The GPUs that take part, the leading one first, or the CPU alone.
+
+    Raises:
+        InputError: a GPU that is not there, or named twice.
+    """
+    first = choose_device(config.run.device, Ranks(), visible_gpus)
+    ids = config.parallel.device_ids
+    if first.type == "cpu":
+        if ids is not None:
+            raise InputError(f"--device-ids {list(ids)}, but this run is on the CPU: leave it out")
+        return [first]
+    count = torch.cuda.device_count() if visible_gpus is None else visible_gpus
+    chosen = list(range(count)) if ids is None else list(ids)
+    if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(count)):
+        raise InputError(
+            f"--device-ids {chosen}: give each GPU once; this process sees {list(range(count))}"
+        )
+    return [torch.device("cuda", number) for number in chosen]
+
+
+def show_inference(config: Config, data: Data, path: Path, model: nn.Module) -> None:
+    """What the saved weights are for: a plain model on a CPU that predicts like the trained one."""
+    plain = build_model(config.model, data.channels, len(data.class_names), data.side)
+    plain.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    parameter = next(model.parameters())
+    images = torch.stack([data.val[(0, index)][0] for index in range(min(64, len(data.val)))])
+    with torch.inference_mode():
+        ours = plain.eval()(images).argmax(1)
+        theirs = model.eval()(images.to(parameter.device, parameter.dtype)).argmax(1).cpu()
+    same = int((ours == theirs).sum())
+    log.info(f"{path.name} in a plain model on a CPU: {same} of {len(ours)} predictions the same")
+
+
+def train(config: Config, ranks: Ranks) -> None:
+    """Train in this one process; the run's folder is `config.run.output_dir`."""
+    options, seed = config.optimizer, config.run.seed
+    set_up_logs(ranks)
+
+    # seed
+    set_determinism(deterministic=config.run.deterministic, cpu_threads=config.run.cpu_threads)
+    seed_everything(seed)
+    devices = choose_devices(config)
+    device = devices[0]
+    announce(NAME, config.run, ranks, device)
+    if len(devices) < 2:
+        log.info(f"nn.DataParallel replicates nothing with fewer than 2 GPUs: {device} alone")
+    dtype, autocast, scaler = mixed_precision(config.run.precision, device)
+    with process_group(ranks, device, config.run.backend, config.run.timeout_s):
+        run = Run(NAME, config, config.run, ranks, device)
+
+        # data
+        data = load_data(config.data, seed, ranks)
+        batch_size = options.total_batch_size(len(devices))
+        if batch_size < len(devices):
+            raise InputError(
+                f"--global-batch-size {batch_size} leaves some of the {len(devices)} devices "
+                f"without a sample: give {len(devices)} or more, or fewer --device-ids"
+            )
+        batches, loader, val_loader = make_loaders(
+            data, config.data, batch_size, seed, ranks, device, run.folder
+        )
+
+        # model
+        model = prepare_model(config.model, data)
+        model.to(device, dtype)
+
+        # parallelise
+        # Each forward copies the model to all GPUs and scatters the batch over them; the outputs
+        # come back to the first one, and so do the gradients. BatchNorm looks at each GPU's slice.
+        parallel: nn.Module = model
+        if len(devices) > 1:
+            parallel = nn.DataParallel(model, [d.index for d in devices])
+
+        # optimizer
+        optimizer = torch.optim.SGD(
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
+            lr=options.lr,
+            momentum=options.momentum,
+            weight_decay=options.weight_decay,
+        )
+
+        # resume
+        parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer, "scaler": scaler}
+        loop = Loop(run, parts, options, batches, data)
+        if not loop.resume():
+            return
+        set_train_mode(model)
+
+        # loop
+        utilization = Utilization(devices)
+        for _epoch in loop.epochs():
+            for images, labels in loop.batches(loader):
+                for group in optimizer.param_groups:
+                    group["lr"] = loop.lr
+                with autocast:
+                    logits = parallel(images.to(device, dtype, non_blocking=True))
+                    loss = nn.functional.cross_entropy(logits, labels.to(device, non_blocking=True))
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad(set_to_none=True)
+                loop.after_step(loss)
+            result = evaluate(model, val_loader, len(data.val), device, dtype)
+            loop.after_epoch(result, model.state_dict())
+
+        # report
+        # `model` and not `parallel`: names without `module.`, so that it loads anywhere.
+        loop.finish(
+            model.state_dict(),
+            peak_memory_bytes=[n for d in devices for n in peak_memory_bytes(d)],
+            gpu_utilization_percent=utilization.stop(),
+        )
+        show_inference(config, data, run.folder / "model.pt", model)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from a command line; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    return cli.run(NAME, Config, train, arguments, processes=lambda config: 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

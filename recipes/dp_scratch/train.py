@@ -1,0 +1,246 @@
+"""Data parallelism by hand: bare tensors, a copy of the parameters on each device.
+
+Each step splits the batch, runs forward and backward on every device, sums the gradients with an
+all-reduce of four lines, and lets every device update its own copy by the whole batch: what
+DataParallel and DistributedDataParallel do, with nothing hidden. For learning, on any list of
+devices, `cpu cpu` too (which is no faster than one: they share the cores, and take turns).
+
+    make run RECIPE=dp_scratch                                       all GPUs, or cpu cpu
+    make run RECIPE=dp_scratch ARGS="--devices cuda:0 cuda:1"        these two
+    docker run --gpus all IMAGE dp_scratch                           the same in the image
+    srun --ntasks 1 --gpus 2 python -m recipes dp_scratch            one Slurm task with two GPUs
+
+The default takes about 20 s on 2 CPU cores, reaches a validation accuracy of 0.97, and ends with
+the batch-size lesson: the same training with larger batches, as a figure.
+
+Source: Zhang et al., "Dive into Deep Learning", section 13.5, Training on Multiple GPUs.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # started as a file: the repository is not on the path yet
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from common.data import DataOptions, load_data, make_loaders
+from common.errors import InputError
+from common.evaluate import evaluate
+from common.group import choose_devices, process_group
+from common.loop import Loop
+from common.optim import OptimizerOptions
+from common.ranks import Ranks
+from common.record import Run, RunOptions, announce, log, set_up_logs
+from common.seeds import mixed_precision, seed_everything, set_determinism
+from common.snapshot import Stateful
+from recipes import cli
+
+NAME = "dp_scratch"
+LAUNCHED = "one"  # see recipes.cli
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """Which devices share the work."""
+
+    devices: tuple[str, ...] | None = None
+    """Such as `cuda:0 cuda:1`, or `cpu cpu` to learn. None: all GPUs, or cpu cpu without one."""
+    lesson: bool = True
+    """End with the batch-size lesson."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """All options; those of a group mean the same in every recipe."""
+
+    run: RunOptions = field(default_factory=RunOptions)
+    data: DataOptions = field(default_factory=partial(DataOptions, image_size=28))
+    optimizer: OptimizerOptions = field(
+        default_factory=partial(
+            OptimizerOptions,
+            epochs=15,
+            lr=0.2,
+            global_batch_size=64,
+            momentum=0.0,
+            weight_decay=0.0,
+        )
+    )
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+
+    def __post_init__(self) -> None:
+        """Refuse what the bare update does not have."""
+        if self.optimizer.momentum or self.optimizer.weight_decay:
+            raise ValueError("dp_scratch's update is plain: no --momentum, no --weight-decay")
+        if self.run.precision in ("bf16", "fp16"):
+            raise ValueError("dp_scratch computes in --precision fp32 or fp64")
+
+
+SHAPES = {
+    "conv1.weight": (20, 1, 3, 3), "conv1.bias": (20,),
+    "conv2.weight": (50, 20, 5, 5), "conv2.bias": (50,),
+    "fc1.weight": (128, 800), "fc1.bias": (128,),
+    "fc2.weight": (10, 128), "fc2.bias": (10,),
+}  # fmt: skip
+
+
+def initialize(dtype: torch.dtype) -> dict[str, Tensor]:
+    """LeNet's parameters from torch's generator: normal over the root of the inputs, biases 0."""
+    return {
+        name: torch.randn(shape, dtype=dtype) / torch.Size(shape[1:]).numel() ** 0.5
+        if len(shape) > 1
+        else torch.zeros(shape, dtype=dtype)
+        for name, shape in SHAPES.items()
+    }
+
+
+def lenet(parameters: dict[str, Tensor], images: Tensor) -> Tensor:
+    """Logits (samples, 10) of images (samples, 1, 28, 28)."""
+    p = parameters
+    x = F.avg_pool2d(F.relu(F.conv2d(images, p["conv1.weight"], p["conv1.bias"])), 2)
+    x = F.avg_pool2d(F.relu(F.conv2d(x, p["conv2.weight"], p["conv2.bias"])), 2)
+    x = F.relu(F.linear(x.flatten(1), p["fc1.weight"], p["fc1.bias"]))
+    return F.linear(x, p["fc2.weight"], p["fc2.bias"])
+
+
+class Replicas:
+    """The parameters, copied to each device."""
+
+    def __init__(self, parameters: dict[str, Tensor], devices: Sequence[torch.device]) -> None:
+        self.devices = devices
+        self.copies = [
+            {name: value.to(device, copy=True) for name, value in parameters.items()}
+            for device in devices
+        ]
+        for copy in self.copies:
+            for value in copy.values():
+                value.requires_grad_()
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Logits of images, by the first device alone."""
+        return lenet(self.copies[0], images)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The parameters once: the copies are equal."""
+        return {name: value.detach() for name, value in self.copies[0].items()}
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Copy parameters to every device."""
+        for copy in self.copies:
+            for name, value in copy.items():
+                value.data.copy_(state_dict[name])
+
+
+def all_reduce(tensors: Sequence[Tensor]) -> None:
+    """Replace each device's tensor by the sum over devices, added in the order of devices."""
+    for other in tensors[1:]:
+        tensors[0].add_(other.to(tensors[0].device))
+    for other in tensors[1:]:
+        other.copy_(tensors[0])
+
+
+def train_step(replicas: Replicas, images: Tensor, labels: Tensor, lr: float) -> Tensor:
+    """One step of gradient descent on all devices.
+
+    Args:
+        replicas: changed in place.
+        images: (samples, 1, 28, 28), at least one sample a device; shards may differ by one.
+        labels: (samples,) int64.
+        lr: learning rate of the mean loss.
+
+    Returns:
+        The mean loss over the batch, on the first device.
+    """
+    devices = replicas.devices
+    losses = [
+        F.cross_entropy(lenet(copy, x.to(device)), y.to(device), reduction="sum")
+        for copy, device, x, y in zip(
+            replicas.copies, devices, images.tensor_split(len(devices)),
+            labels.tensor_split(len(devices)), strict=True,
+        )
+    ]  # fmt: skip
+    for loss in losses:  # a GPU is only given the work here: all compute at the same time
+        loss.backward()
+    for name in SHAPES:
+        gradients: list[Any] = [copy[name].grad for copy in replicas.copies]
+        all_reduce(gradients)
+        for copy, gradient in zip(replicas.copies, gradients, strict=True):
+            copy[name].data.sub_(gradient, alpha=lr / len(labels))
+            copy[name].grad = None
+    return torch.stack([loss.detach().to(devices[0]) for loss in losses]).sum() / len(labels)
+
+
+def train(config: Config, ranks: Ranks) -> None:
+    """Train in this one process; the run's folder is `config.run.output_dir`."""
+    options, seed = config.optimizer, config.run.seed
+    set_up_logs(ranks)
+
+    # seed
+    set_determinism(deterministic=config.run.deterministic, cpu_threads=config.run.cpu_threads)
+    seed_everything(seed)
+    devices = choose_devices(config.parallel.devices, config.run.device)
+    device = devices[0]
+    announce(NAME, config.run, ranks, device)
+    log.info(f"the batch is split over {', '.join(map(str, devices))}")
+    dtype, _, _ = mixed_precision(config.run.precision, device)
+    with process_group(
+        ranks, device, config.run.backend, config.run.timeout_s
+    ):  # of one: the Run's
+        run = Run(NAME, config, config.run, ranks, device)
+
+        # data
+        data = load_data(config.data, seed, ranks)
+        if (data.channels, data.side, len(data.class_names)) != (1, 28, 10):
+            raise InputError(
+                f"this LeNet takes grey images of 28 px in 10 classes, not {data.channels} "
+                f"channels, {data.side} px, {len(data.class_names)} classes: --data digits or "
+                "fashion_mnist, --image-size 28"
+            )
+        batch_size = options.total_batch_size(len(devices))
+        if batch_size < len(devices):
+            raise InputError(
+                f"--global-batch-size {batch_size} is less than {len(devices)} devices"
+            )
+        batches, loader, val_loader = make_loaders(
+            data, config.data, batch_size, seed, ranks, device, run.folder
+        )
+
+        # model, parallelise
+        replicas = Replicas(initialize(dtype), devices)
+
+        # resume
+        parts: dict[str, Stateful] = {"model": replicas}
+        loop = Loop(run, parts, options, batches, data)
+        if not loop.resume():
+            return
+
+        # loop
+        for _epoch in loop.epochs():
+            for images, labels in loop.batches(loader):
+                loss = train_step(replicas, images.to(dtype=dtype), labels, loop.lr)
+                loop.after_step(loss)
+            result = evaluate(replicas, val_loader, len(data.val), device, dtype)
+            loop.after_epoch(result, replicas.state_dict())
+
+        # report
+        loop.finish(replicas.state_dict())
+        if config.parallel.lesson:
+            from recipes.dp_scratch.lesson import show_lesson
+
+            show_lesson(config, data, ranks, device, run.folder)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from a command line; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    return cli.run(NAME, Config, train, arguments, processes=lambda config: 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""A process a stage: torch.distributed.pipelining, and what it leaves to its user."""
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from common.figure import save_figure
+from common.group import gather_to_rank_0
+from common.measure import synchronize
+
+
+class TimedStage(PipelineStage):
+    """A stage that can note when it works."""
+
+    work: list[dict[str, Any]] | None = None
+    """Forward and backward passes, with times in seconds; None where nothing is noted."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """One micro-batch forward; what it needs has arrived before."""
+        return self._noted("forward", fwd_chunk_id, super().forward_one_chunk, args, kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """One micro-batch backward."""
+        return self._noted("backward", bwd_chunk_id, super().backward_one_chunk, args, kwargs)
+
+    def _noted(self, kind: str, chunk: int, method: Any, args: Any, kwargs: Any) -> Any:
+        if self.work is None:
+            return method(chunk, *args, **kwargs)
+        synchronize(self.device)
+        start_s = time.monotonic()
+        result = method(chunk, *args, **kwargs)
+        synchronize(self.device)
+        self.work.append({"stage": self.stage_index, "kind": kind, "micro_batch": chunk,
+                          "start_s": start_s, "end_s": time.monotonic()})  # fmt: skip
+        return result
+
+
+class Pipeline(nn.Module):
+    """This process's stage of the pipeline, and its schedule.
+
+    Args:
+        stages: all of them; the others are moved to `meta`.
+        schedule: gpipe or 1f1b.
+        pieces: micro-batches a batch.
+        device: of this process.
+        mesh: with the dimensions `data` and `stage`.
+    """
+
+    def __init__(
+        self,
+        stages: list[nn.Sequential],
+        schedule: str,
+        pieces: int,
+        device: torch.device,
+        mesh: DeviceMesh,
+    ) -> None:
+        super().__init__()
+        self.index, self.count = mesh.get_local_rank("stage"), len(stages)
+        for index, stage in enumerate(stages):
+            stage.to(device if index == self.index else "meta")
+        self.stage, self.device = stages[self.index], device
+        self.group = mesh.get_group("stage")
+        wrapped: nn.Module = self.stage
+        if mesh.size(0) > 1:  # averages this stage's gradients over the copies of the pipeline
+            wrapped = DistributedDataParallel(
+                self.stage,
+                device_ids=[device.index] if device.type == "cuda" else None,
+                process_group=mesh.get_group("data"),
+            )
+        self.timed = TimedStage(wrapped, self.index, self.count, device, group=self.group)
+        # torch refuses 1F1B with one micro-batch, where it is the same as GPipe.
+        kind = Schedule1F1B if schedule == "1f1b" and pieces > 1 else ScheduleGPipe
+        self.schedule = kind(self.timed, pieces, loss_fn=cross_entropy)
+
+    def backward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Compute this stage's gradients by the schedule.
+
+        Returns:
+            A scalar whose mean over the ranks is the loss: only last stages know theirs.
+        """
+        losses: list[Tensor] = []
+        if self.index == 0:
+            self.schedule.step(inputs.to(self.device))
+        elif self.index < self.count - 1:
+            self.schedule.step()
+        else:
+            self.schedule.step(target=labels.to(self.device), losses=losses)
+        return torch.stack(losses).mean() * self.count if losses else inputs.new_zeros(())
+
+    def forward(self, inputs: Tensor) -> Tensor | None:
+        """Send a batch of any size through the stages; logits on the last one, None elsewhere."""
+        if self.index > 0:
+            before = dist.get_global_rank(self.group, self.index - 1)
+            header: list[Any] = [None]
+            dist.recv_object_list(header, src=before)
+            inputs = torch.empty(header[0], dtype=inputs.dtype, device=self.device)
+            dist.recv(inputs, src=before)
+        outputs: Tensor = self.stage(inputs)
+        if self.index == self.count - 1:
+            return outputs
+        after = dist.get_global_rank(self.group, self.index + 1)
+        dist.send_object_list([tuple(outputs.shape)], dst=after)
+        dist.send(outputs, dst=after)
+        return None
+
+    def note_work(self, wanted: bool) -> None:
+        """Begin to note when the stage works, all ranks at the same moment."""
+        if wanted:
+            dist.barrier()
+            self.timed.work, self.begin_s = [], time.monotonic()
+
+    def save_timeline(self, folder: Path) -> None:
+        """Write what was noted; every rank calls it, rank 0 writes timeline.json and .png."""
+        noted = [
+            {**entry, **{k: entry[k] - self.begin_s for k in ("start_s", "end_s")}}
+            for entry in self.timed.work or ()
+        ]
+        work = [entry for rank in gather_to_rank_0(noted) for entry in rank]
+        if work:
+            (folder / "timeline.json").write_text(json.dumps(work, indent=2) + "\n")
+            save_figure(folder / "timeline.png", partial(plot_timeline, work))
+
+
+def plot_timeline(work: list[dict[str, Any]], axes: Any) -> None:
+    """Which stage worked when; of copies of the pipeline, all on top of each other."""
+    for entry in work:
+        start_ms, end_ms = 1e3 * entry["start_s"], 1e3 * entry["end_s"]
+        colour = "tab:blue" if entry["kind"] == "forward" else "tab:orange"
+        axes.barh(entry["stage"], end_ms - start_ms, left=start_ms, color=colour, edgecolor="white")
+        axes.text((start_ms + end_ms) / 2, entry["stage"], str(entry["micro_batch"]),
+                  ha="center", va="center", color="white")  # fmt: skip
+    axes.set(yticks=sorted({entry["stage"] for entry in work}), ylabel="stage",
+             xlabel="time since the step began [ms]",
+             title="forward (blue) and backward (orange), by micro-batch")  # fmt: skip
+    axes.invert_yaxis()

@@ -1,0 +1,178 @@
+"""Loading data fast: how many worker processes, measured on your own data.
+
+Times a fixed number of samples for 0, 1, 2, ... loading processes, with and without pinned memory
+where there is a GPU, until more bring nothing, and recommends the smallest number that nothing
+beats. Training recipes do the same by `--num-workers auto`. Use it when `samples_per_s` of a
+training run is far below what the model alone can do; where the model is the slow part, any number
+will do.
+
+    make run RECIPE=tune_loader ARGS="--data imagefolder --data-path flower_photos"
+    docker run --gpus all IMAGE tune_loader --data imagefolder --data-path /data
+    srun -n 1 --cpus-per-task 16 python -m recipes tune_loader --data imagefolder --data-path DIR
+
+The default (digits, which are in memory) takes about 15 s on 2 CPU cores and recommends 0.
+
+Source: PyTorch, "torch.utils.data", Single- and Multi-process Data Loading, Memory Pinning.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+if __package__ in (None, ""):  # started as a file: the repository is not on the path yet
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from common.data import DataOptions, load_data
+from common.errors import InputError
+from common.figure import save_figure
+from common.group import choose_device, process_group
+from common.loader_tuning import counts, recommend, samples_per_s
+from common.ranks import Ranks
+from common.record import log, progress_bar, set_up_logs
+from common.stream import GlobalBatches
+from recipes import cli
+
+NAME = "tune_loader"
+LAUNCHED = "one"  # see recipes.cli
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """What is measured, and where the result goes."""
+
+    output_dir: Path | None = None
+    """Folder of the result. None: runs/tune_loader/UTC-TIME."""
+    global_batch_size: int = 96
+    """Samples a batch [samples]."""
+    samples: int = 4000
+    """How many are timed for each setting [samples]; a smaller data set is gone through again."""
+    max_workers: int | None = None
+    """Largest number of loading processes to try. None: until two more bring nothing."""
+    rounds: int = 3
+    """How often each setting is timed, in turn; the median counts."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where batches are copied to. auto takes a GPU where there is one, and says which."""
+    seed: int = 0
+    """Of the order of samples and the augmentation."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that mean nothing."""
+        for name in ("global_batch_size", "samples", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+        if self.max_workers is not None and self.max_workers < 0:
+            raise ValueError(f"--max-workers must be 0 or more, got {self.max_workers}")
+
+
+@dataclass(frozen=True)
+class Config:
+    """All options; those of a group mean the same in every recipe."""
+
+    tune: TuneOptions = field(default_factory=TuneOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+
+
+def sweep(config: Config, device: torch.device) -> dict[str, Any]:
+    """Time every setting; samples/s by number of processes, for pinned memory and without."""
+    options = config.tune
+    data = load_data(config.data, options.seed, Ranks())
+    batches = GlobalBatches(len(data.train), options.global_batch_size, options.seed, 0, 1)
+    epoch, wanted = list(batches), 1 + -(-options.samples // options.global_batch_size)
+    timed = (epoch * -(-wanted // len(epoch)))[:wanted]  # the first one starts the clock
+    found: dict[str, dict[int, list[float]]] = {}
+    tried = []
+    for number in counts(len(os.sched_getaffinity(0))):
+        if options.max_workers is not None and number > options.max_workers:
+            break
+        tried.append(number)
+        settings = (True, False) if device.type == "cuda" else (False,)
+        bar = progress_bar(options.rounds * len(settings), 0, Ranks(), "run", f"{number} workers")
+        for _ in range(options.rounds):
+            for pinned in settings:
+                speed = samples_per_s(
+                    data.train, timed, device, num_workers=number, pin_memory=pinned
+                )
+                speeds = found.setdefault("pinned" if pinned else "pageable", {})
+                speeds.setdefault(number, []).append(speed)
+                bar.update()
+        bar.close()
+        if len(tried) > 2 and all(
+            recommend(median_of(speeds))[0] < number - 1 for speeds in found.values()
+        ):
+            break
+    kind = max(found, key=lambda k: max(median_of(found[k]).values()))
+    chosen, why = recommend(median_of(found[kind]))
+    return {
+        "num_workers": chosen,
+        "pin_memory": kind == "pinned",
+        "why": why,
+        "samples": options.samples,
+        "samples_per_s": found,
+    }
+
+
+def median_of(speeds: dict[int, list[float]]) -> dict[int, float]:
+    """The median of each number's rounds."""
+    return {number: sorted(rounds)[len(rounds) // 2] for number, rounds in speeds.items()}
+
+
+def plot(found: dict[str, Any], axes: Any) -> None:
+    """Samples/s by number of processes, every round as a point."""
+    for kind, speeds in found["samples_per_s"].items():
+        middle = median_of(speeds)
+        axes.plot([int(n) for n in middle], list(middle.values()), "o-", label=f"{kind} memory")
+        for number, rounds in speeds.items():
+            axes.plot([int(number)] * len(rounds), rounds, "k.", markersize=3)
+    axes.axvline(found["num_workers"], color="tab:green", linestyle="--", label="recommended")
+    axes.set(xlabel="loading processes", ylabel="samples/s", ylim=(0, None))
+    axes.legend()
+
+
+def train(config: Config, ranks: Ranks) -> None:
+    """Sweep in this one process; the result goes into `config.tune.output_dir`."""
+    set_up_logs(ranks)
+    options = config.tune
+    device = choose_device(options.device, ranks)
+    why = " (no GPU visible)" if (options.device, device.type) == ("auto", "cpu") else ""
+    log.info(f"{NAME}: batches go to device {device.type}{why}")
+    stamp = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
+    folder = options.output_dir or Path("runs") / NAME / stamp
+    if (folder / "loader.json").exists():
+        raise InputError(f"{folder} holds a result already: choose another --output-dir")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output-dir {folder} cannot be written: {error}") from error
+    torch.set_num_threads(1)
+    with process_group(ranks, device, "auto", 600):
+        found = sweep(config, device)
+    (folder / "loader.json").write_text(json.dumps(found, indent=2) + "\n")
+    save_figure(folder / "loader.png", partial(plot, found))
+    lines = [f"\n  {'workers':>8}  {'memory':>8}  {'samples/s':>10}  {'seconds':>8}"]
+    for kind, speeds in found["samples_per_s"].items():
+        for number, speed in median_of(speeds).items():
+            lines.append(
+                f"  {number:>8}  {kind:>8}  {speed:>10,.0f}  {options.samples / speed:>8.2f}"
+            )
+    pin = "--pin-memory" if found["pin_memory"] else "--no-pin-memory"
+    advice = f"--num-workers {found['num_workers']}" + (f" {pin}" if device.type == "cuda" else "")
+    log.info("\n".join([*lines, f"\nrecommended: {advice} ({found['why']})",
+                        f"  {folder}/loader.json, loader.png"]))  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from a command line; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    return cli.run(NAME, Config, train, arguments, processes=lambda config: 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,412 @@
+"""Laws of the recipes of one process and of pipelines; each one's command line at the end."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from common.errors import InputError
+from common.group import choose_devices
+from common.models import ModelOptions, build_model, load_matching
+from common.ranks import Ranks
+from common.record import RunOptions
+from recipes.checkpoint_rnn import train as rnn
+from recipes.checkpoint_rnn.plan import search
+from recipes.dp_resnet50 import train as dp_resnet50
+from recipes.dp_scratch import train as dp_scratch
+from recipes.model_parallel_toy import train as parallel
+from recipes.model_parallel_toy.pipeline import Pipeline
+from tests.conftest import Recipe
+from tests.pool import Pool, call_main, in_group
+from tests.test_bad_input import assert_refused
+
+CPU = torch.device("cpu")
+LIMIT = 1_200_000_000
+
+
+# dp_scratch
+
+
+class LeNet(nn.Module):
+    """The same network by torch's layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 20, 3), nn.Conv2d(20, 50, 5)
+        self.fc1, self.fc2 = nn.Linear(800, 128), nn.Linear(128, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = nn.functional.avg_pool2d(self.conv1(images).relu(), 2)
+        x = nn.functional.avg_pool2d(self.conv2(x).relu(), 2)
+        logits: Tensor = self.fc2(self.fc1(x.flatten(1)).relu())
+        return logits
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (
+            torch.randn(50, 1, 28, 28, dtype=torch.float64, generator=generator),
+            torch.randint(0, 10, (50,), generator=generator),
+        )
+        for _ in range(count)
+    ]
+
+
+def by_hand(devices: int, steps: int = 20) -> list[dict[str, Tensor]]:
+    """Every device's parameters after some steps; 50 samples are not divided by 3 devices."""
+    torch.manual_seed(0)
+    replicas = dp_scratch.Replicas(dp_scratch.initialize(torch.float64), [CPU] * devices)
+    for images, labels in batches(steps):
+        dp_scratch.train_step(replicas, images, labels, lr=0.1)
+    return replicas.copies
+
+
+def largest_difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).detach().abs().max()) for name in a)
+
+
+def test_by_hand_on_several_devices_is_one_device_and_torchs_own_layers() -> None:
+    model = LeNet().double()
+    torch.manual_seed(0)
+    model.load_state_dict(dp_scratch.initialize(torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for images, labels in batches(20):
+        optimizer.zero_grad()
+        cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    theirs = dict(model.named_parameters())
+    for devices in (1, 2, 3):
+        for copy_ in by_hand(devices):
+            assert largest_difference(copy_, theirs) < 1e-10
+
+
+def test_without_the_all_reduce_the_copies_drift_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dp_scratch, "all_reduce", lambda tensors: None)
+    first, second = by_hand(2, steps=2)
+    assert largest_difference(first, second) > 1e-4
+
+
+# model_parallel_toy
+
+
+def chain() -> nn.Sequential:
+    """Four layers of different size, in float64."""
+    torch.manual_seed(0)
+    sizes = (10, 12, 8, 9, 5)
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(sizes):
+        layers += [nn.Linear(inputs, outputs), nn.Tanh()]
+    return nn.Sequential(*layers[:-1]).double()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(16, 10, dtype=torch.float64, generator=generator)
+    return inputs, torch.randint(0, 5, (16,), generator=generator)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def whole_gradients() -> tuple[float, dict[str, Tensor]]:
+    model, (inputs, labels) = chain(), batch()
+    loss = cross_entropy(model(inputs), labels)
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+def test_split_and_micro_batches_give_the_whole_models_gradients(stages: int, pieces: int) -> None:
+    loss, expected = whole_gradients()
+    model, (inputs, labels) = chain(), batch()
+    split = parallel.Split(parallel.cut(model, stages, inputs[:1]), [CPU] * stages, pieces)
+    assert split.backward(inputs, labels).item() == pytest.approx(loss, rel=1e-12)
+    assert largest_difference(gradients(model), expected) < 1e-10
+
+
+def piped(ranks: Ranks, schedule: str, pieces: int, copies: int) -> tuple[float, dict[str, Tensor]]:
+    """The loss, and the gradients of this rank's stage by their names in the whole model."""
+    mesh = init_device_mesh("cpu", (copies, ranks.world_size // copies),
+                            mesh_dim_names=("data", "stage"))  # fmt: skip
+    model, (inputs, labels) = chain(), batch()
+    pipe = Pipeline(parallel.cut(model, mesh.size(1), inputs[:1]), schedule, pieces, CPU, mesh)
+    share = slice(mesh.get_local_rank("data"), None, copies)
+    loss = pipe.backward(inputs[share], labels[share])
+    torch.distributed.all_reduce(loss)
+    return loss.item() / ranks.world_size, gradients(model)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("copies", "stages"), [(1, 2), (2, 2), (1, 4)])
+def test_every_schedule_gives_the_whole_models_gradients(
+    pool: Pool, schedule: str, copies: int, stages: int
+) -> None:
+    loss, expected = whole_gradients()
+    for pieces in (1, 2, 4):
+        if schedule == "1f1b" and 1 < pieces < stages:
+            continue  # refused: see ParallelOptions
+        found = pool.run(in_group, copies * stages, piped, schedule, pieces, copies)
+        assert found[0][0] == pytest.approx(loss, rel=1e-12)
+        for rank, (_, own) in enumerate(found):
+            assert own, f"rank {rank} holds a stage"
+            part = {name: expected[name] for name in own}
+            assert largest_difference(own, part) < 1e-10
+        assert set().union(*(own for _, own in found)) == expected.keys()
+
+
+def test_the_cut_balances_the_work() -> None:
+    model = build_model(ModelOptions(model="resnet50"), 3, 10, 64)
+    stages = parallel.cut(model, 2, torch.zeros(1, 3, 64, 64))
+    sizes = [len(list(stage.parameters())) for stage in stages]
+    assert sum(sizes) == len(list(model.parameters()))
+    assert min(sizes) > 40, "neither all at the front nor all at the back"
+    images = torch.randn(2, 3, 64, 64)
+    model.eval()
+    assert torch.equal(stages[1].eval()(stages[0].eval()(images)), model(images))
+    with pytest.raises(InputError, match="more than the 19 layers"):
+        parallel.cut(model, 20, images)
+
+
+# checkpoint_rnn
+
+
+def recurrent_gradients(segments: int) -> dict[str, Tensor]:
+    """Gradients in float64 of two layers with dropout between them."""
+    torch.manual_seed(0)
+    sequence = rnn.SequenceOptions(length=50, input_size=3)
+    model = rnn.AddingRNN(rnn.RecurrentOptions(8, layers=2, dropout=0.5), sequence).double()
+    for name, parameter in model.named_parameters():
+        nn.init.uniform_(parameter, -0.5, 0.5)
+        if "bias_ih" in name:  # what the first segment saw must still matter at the end
+            parameter.data[8:16] = 5
+    inputs = torch.rand(6, 50, 3, dtype=torch.float64)
+    nn.functional.mse_loss(model(inputs, segments), rnn.targets(inputs)).backward()
+    return gradients(model)
+
+
+def relative_difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    """Of the parameter whose gradient differs most, as a share of its norm."""
+    return max(float((a[name] - b[name]).norm() / b[name].norm()) for name in b)
+
+
+@pytest.mark.parametrize("segments", [1, 2, 7, 49, 50])
+def test_recomputed_gradients_are_the_plain_ones_with_dropout(segments: int) -> None:
+    assert relative_difference(recurrent_gradients(segments), recurrent_gradients(1)) < 1e-12
+
+
+def test_dropout_drawn_otherwise_in_the_backward_pass_would_be_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forgetful(*arguments: Any, **options: Any) -> Any:
+        return checkpoint(*arguments, **{**options, "preserve_rng_state": False})
+
+    monkeypatch.setattr(rnn, "checkpoint", forgetful)
+    assert relative_difference(recurrent_gradients(7), recurrent_gradients(1)) > 0.1
+
+
+def test_the_search_takes_the_fastest_that_fits_and_knows_the_least() -> None:
+    measured = []
+
+    def probe(segments: int) -> tuple[int, float] | None:
+        """Memory of a segment and of the states; recomputing all but the last segment."""
+        measured.append(segments)
+        memory = 1000 * 400 // segments + 1000 * segments
+        return None if memory > 300_000 else (memory, 2 - 1 / segments + 0.001 * segments)
+
+    assert {f["segments"] for f in search(400, 70_000, probe)} >= {20, 40, 10, 5}
+    assert 1 not in measured, "which would take six times the budget"
+    everything = search(400, 10**9, probe)
+    assert min(everything, key=lambda f: float(f["bytes"]))["segments"] == 20
+    assert 1 not in {f["segments"] for f in everything}, "memory ran out there"
+
+
+# dp_resnet50
+
+
+def test_an_unpacked_dataparallel_checkpoint_predicts_the_same_on_a_cpu(tmp_path: Path) -> None:
+    options = ModelOptions(model="resnet18")
+    model = build_model(options, 1, 10, 8)
+    model(torch.randn(8, 1, 8, 8))  # BatchNorm's statistics are part of it
+    wrapped = nn.DataParallel(model).eval()
+    assert all(name.startswith("module.") for name in wrapped.state_dict())
+    torch.save(wrapped.state_dict(), tmp_path / "wrapped.pt")
+    plain = build_model(options, 1, 10, 8).eval()
+    _, left_out = load_matching(plain, tmp_path / "wrapped.pt")
+    assert not left_out
+    images = torch.randn(16, 1, 8, 8)
+    with torch.no_grad():
+        assert torch.equal(plain(images), wrapped(images))
+
+
+def test_devices_are_taken_as_they_are_named() -> None:
+    def config(device: str, ids: tuple[int, ...] | None) -> dp_resnet50.Config:
+        return dp_resnet50.Config(
+            run=RunOptions(device=device),  # type: ignore[arg-type]
+            parallel=dp_resnet50.ParallelOptions(device_ids=ids),
+        )
+
+    def chosen(device: str, ids: tuple[int, ...] | None, gpus: int) -> list[str]:
+        return [str(d) for d in dp_resnet50.choose_devices(config(device, ids), gpus)]
+
+    assert chosen("auto", None, 3) == ["cuda:0", "cuda:1", "cuda:2"]
+    assert chosen("auto", (2, 0), 3) == ["cuda:2", "cuda:0"]
+    assert chosen("auto", None, 0) == ["cpu"]
+    for device, ids, gpus in (("auto", (3,), 3), ("auto", (1, 1), 3), ("cpu", (0,), 3)):
+        with pytest.raises(InputError, match="--device-ids"):
+            chosen(device, ids, gpus)
+
+    def named(*names: str, gpus: int = 2, device: str = "auto") -> list[str]:
+        return [str(d) for d in choose_devices(names or None, device, visible_gpus=gpus)]
+
+    assert named() == ["cuda:0", "cuda:1"]
+    assert named(gpus=0) == ["cpu", "cpu"]
+    assert named("cuda:1", "cuda:0") == ["cuda:1", "cuda:0"]
+    assert named("cpu", "cpu", "cpu") == ["cpu"] * 3
+    for names in (("cuda:2",), ("cuda",), ("gpu",), ("cuda:-1",)):
+        with pytest.raises(InputError, match="is not there"):
+            named(*names)
+    with pytest.raises(InputError, match="all cpu or all cuda"):
+        named("cpu", "cuda:0")
+
+
+# All: interrupted and resumed, bad input, and the real command lines
+
+SMALL = {
+    "dp_resnet50": "--model resnet18 --global-batch-size 480 --epochs 2 --cpu-threads 1",
+    "dp_scratch": "--devices cpu cpu cpu --no-lesson --global-batch-size 240 --epochs 2",
+    "model_parallel_toy": "--epochs 2",
+    "checkpoint_rnn": "--length 20 --train-samples 320 --val-samples 64 --epochs 2 --layers 2 "
+    "--dropout 0.5 --segments 3",
+}
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return content
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_interrupted_and_resumed_is_uninterrupted(pool: Pool, tmp_path: Path, name: str) -> None:
+    def run(folder: str, *more: str) -> dict[str, Any]:
+        arguments = [*SMALL[name].split(), *more, "--output-dir", str(tmp_path / folder)]
+        ((status, _, said),) = pool.run(call_main, 1, name, arguments)
+        assert status == 0, said
+        return summary(tmp_path / folder)
+
+    whole = run("whole")
+    first = run("cut", "--max-steps", "2")
+    cut = run("cut")
+    assert (first["steps"], cut["resumed_from"]) == (2, 2)
+    assert cut["weights_sha256"] == whole["weights_sha256"] != first["weights_sha256"]
+    assert cut["val_correct"] == whole["val_correct"]
+    weights = torch.load(tmp_path / "cut" / "model.pt", weights_only=True)
+    assert weights
+    assert not any(key.startswith("module.") for key in weights)
+
+
+def train_pipeline(ranks: Ranks, folder: Path, max_steps: int | None, data_parallel: int) -> None:
+    """model_parallel_toy as one rank of pipelines of two stages."""
+    default = parallel.Config()
+    parallel.train(
+        parallel.Config(
+            run=RunOptions(output_dir=folder),
+            optimizer=replace(default.optimizer, epochs=2, max_steps=max_steps),
+            parallel=parallel.ParallelOptions(
+                schedule="1f1b", data_parallel=data_parallel, timeline=False
+            ),
+        ),
+        ranks,
+    )
+
+
+def test_an_interrupted_pipeline_resumes_every_stage(pool: Pool, tmp_path: Path) -> None:
+    pool.run(train_pipeline, 4, tmp_path / "whole", None, 2)
+    pool.run(train_pipeline, 4, tmp_path / "cut", 19, 2)
+    pool.run(train_pipeline, 4, tmp_path / "cut", None, 2)
+    whole, cut = summary(tmp_path / "whole"), summary(tmp_path / "cut")
+    assert cut["resumed_from"] == 19, "in the middle of the second epoch"
+    assert cut["weights_sha256"] == whole["weights_sha256"]
+    assert cut["val_correct"] == whole["val_correct"]
+    pool.run(train_pipeline, 2, tmp_path / "half", 19, 1)
+    with pytest.raises(InputError, match="of another run"):
+        pool.run(train_pipeline, 4, tmp_path / "half", None, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("model_parallel_toy", "--stages 3", "more than the 2 layers"),
+        ("model_parallel_toy", "--schedule micro --micro-batches 5", "not divided by .* 5 micro"),
+        ("model_parallel_toy", "--schedule split --micro-batches 2", "split has no micro-batches"),
+        ("model_parallel_toy", "--schedule 1f1b --stages 4 --micro-batches 2", "at least as many"),
+        ("model_parallel_toy", "--devices cuda:7 cpu", "cuda:7 is not there"),
+        ("model_parallel_toy", "--devices cpu", "1 --devices for 2 --stages"),
+        ("model_parallel_toy", "--nproc 2", "is one process, whatever the number of devices"),
+        ("model_parallel_toy", "--schedule gpipe --nproc 3", "is 2 processes"),
+        ("dp_scratch", "--devices cpu cpu --global-batch-size 1", "less than 2 devices"),
+        ("dp_scratch", "--devices cuda:9", "cuda:9 is not there"),
+        ("dp_scratch", "--image-size 8", "grey images of 28 px"),
+        ("dp_resnet50", "--device-ids 0", "this run is on the CPU"),
+        ("dp_resnet50", "--nproc 2", "is one process"),
+        ("checkpoint_rnn", "--segments 401", "more than the 400 time steps"),
+        ("checkpoint_rnn", "--segments 0", "--segments must be at least 1"),
+        ("checkpoint_rnn", "--segments auto", "--memory-budget BYTES belong together"),
+        ("checkpoint_rnn", "--length 60 --segments auto --memory-budget 9", "smallest that can is"),
+        ("checkpoint_rnn", "--compare --segments some", "segments"),
+        ("tune_loader", "--global-batch-size 5000", "more than the 1437 samples"),
+        ("tune_loader", "--rounds 0", "--rounds must be at least 1"),
+    ],
+)
+def test_options_that_cannot_work(
+    pool: Pool, tmp_path: Path, name: str, options: str, says: str
+) -> None:
+    assert_refused(pool, says, *options.split(), "--output-dir", tmp_path / "run", name=name)
+
+
+def as_two_tasks(ranks: Ranks, name: str) -> tuple[int, str, str]:
+    """main() as a launcher of two processes would start it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"),
+                                ("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"),
+                                ("MASTER_PORT", "29400")):  # fmt: skip
+            patch.setenv(variable, value)
+        return call_main(ranks, name, [])
+
+
+def test_one_process_is_not_started_twice(pool: Pool) -> None:
+    ((status, _, said),) = pool.run(as_two_tasks, 1, "checkpoint_rnn")
+    assert status == 2
+    assert "is one process, but" in said
+    assert "started 2" in said
+
+
+def test_a_budget_is_kept_where_the_system_allows_no_more(recipe: Recipe) -> None:
+    """A limit on the process (RLIMIT_DATA) under which the plain run dies, and auto trains."""
+    options = ("--length", "1000", "--hidden-size", "96", "--global-batch-size", "128",
+               "--train-samples", "128", "--val-samples", "64", "--epochs", "1")  # fmt: skip
+    budget = 150_000_000
+
+    def limited(folder: str, *more: str) -> Any:
+        command = recipe.command("checkpoint_rnn", *options, *more, folder=folder)
+        process = recipe.start("prlimit", f"--data={LIMIT}", *command)
+        return recipe.finish(process, recipe.tmp_path / folder)
+
+    plain = limited("plain")
+    assert plain.status == 1
+    assert "memory" in plain.errors[0]
+    auto = limited("auto", "--segments", "auto", "--memory-budget", str(budget)).assert_ok()
+    assert 1 < auto.summary["segments"] < 2000
+    assert 0 < auto.summary["training_memory_bytes"] <= budget
