@@ -18,7 +18,7 @@ LAUNCH = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) \
 	$(if $(MASTER_PORT),--master-port $(MASTER_PORT))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check bench gpu-check format diff-ddp tensorboard venv venv-dev lock clean
+.PHONY: help run test test-slow check bench gpu-check format diff-ddp tensorboard venv venv-dev lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ run: $(INSTALLED) ## Train: make run RECIPE=ddp_launch [NPROC=2] [ARGS="--epochs
 
 test: $(INSTALLED_DEV) ## Run the tests (laws, command lines, faults)
 	@$(PYTHON) -m pytest $(ARGS)
+
+test-slow: $(INSTALLED_DEV) ## Run the slow tests (each recipe's default run to its end)
+	@$(PYTHON) -m pytest -m slow $(ARGS)
 
 check: $(INSTALLED_DEV) ## Lint, formatting, types
 	@$(PYTHON) -m ruff check .

@@ -51,10 +51,12 @@ def run_recipe(
     folder: Path,
     env: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Run a recipe into `folder` by the front door and return its summary."""
+    """Run a recipe into `folder` by the front door; its summary, and `epoch_s` of training."""
     run_fresh("recipes", [name, *arguments, "--output-dir", folder], env)
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return summary
+    batch_size = json.loads((folder / "config.json").read_text())["global_batch_size"]
+    samples = summary["steps"] * batch_size / summary["epochs"]
+    return {**summary, "epoch_s": samples / summary["samples_per_s"]}
 
 
 def as_arguments(config: Any, leave_out: set[str]) -> list[str]:
@@ -78,19 +80,22 @@ def visible_devices(gpus: Sequence[str]) -> str:
     return ",".join(names[int(gpu)] if own else gpu for gpu in gpus)
 
 
-def in_turn(variants: Mapping[str, Callable[[int], T]], rounds: int) -> dict[str, list[T]]:
+def in_turn(
+    variants: Sequence[str], measure: Callable[[str, int], T], rounds: int
+) -> dict[str, list[T]]:
     """Measure every variant once a round, so that what drifts on the machine meets all alike.
 
     Args:
-        variants: name to what measures it once, given the number of the round.
+        variants: their names.
+        measure: measures one of them, given its name and the number of the round.
         rounds: how often each is measured.
     """
     found: dict[str, list[T]] = {name: [] for name in variants}
     with progress_bar(rounds * len(variants), 0, Ranks(), unit="run") as bar:
         for number in range(rounds):
-            for name, measure in variants.items():
-                bar.set_postfix_str(name)
-                found[name].append(measure(number))
+            for name in variants:
+                bar.set_postfix_str(name, refresh=False)
+                found[name].append(measure(name, number))
                 bar.update()
     return found
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -123,7 +124,8 @@ def make_loaders(
     pin = options.pin_memory and device.type == "cuda"
     workers = options.num_workers
     if workers == "auto":
-        workers = choose_num_workers(data.train, list(batches), device, pin, folder)
+        cores = max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size)
+        workers = choose_num_workers(data.train, list(batches), device, pin, folder, cores)
     loader = make_loader(
         data.train, batches, style=options.loader, num_workers=workers, pin_memory=pin
     )

@@ -7,8 +7,8 @@ and remembers its answer in the run's folder.
 import json
 import logging
 import math
-import os
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,8 @@ def samples_per_s(
 ) -> float:
     """Load batches and copy them to the device, as training does but with nothing else to do.
 
-    The clock starts when the first batch is there: processes start once an epoch or a run, and so
-    they are not what is compared.
+    The loading processes are started before the clock, because they start once a run; and they
+    have loaded nothing ahead when it starts, because that would be counted as speed.
 
     Args:
         samples: to load.
@@ -56,18 +56,19 @@ def samples_per_s(
         pin_memory: load into page-locked memory.
         limit_s: leave the rest unloaded after this long [s].
     """
-    loader = make_loader(samples, list(batches), num_workers=num_workers, pin_memory=pin_memory)
-    count, start_s = 0, 0.0
-    for images, _ in loader:
-        moved: Tensor = images.to(device, non_blocking=True)
-        if not start_s:
-            start_s = time.perf_counter()
-            continue
-        count += len(moved)
-        if time.perf_counter() - start_s > limit_s:
-            break
-    synchronize(device)
-    return count / (time.perf_counter() - start_s)
+    with warnings.catch_warnings():  # more processes than cores are tried on purpose
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+        loader = make_loader(samples, list(batches), num_workers=num_workers, pin_memory=pin_memory)
+        next(iter(loader))
+        iterator = iter(loader)  # takes back what was under way
+        count, start_s = 0, time.perf_counter()
+        for images, _ in iterator:
+            moved: Tensor = images.to(device, non_blocking=True)
+            count += len(moved)
+            if time.perf_counter() - start_s > limit_s:
+                break
+        synchronize(device)
+        return count / (time.perf_counter() - start_s)
 
 
 def recommend(speeds: dict[int, float]) -> tuple[int, str]:
@@ -85,16 +86,20 @@ def recommend(speeds: dict[int, float]) -> tuple[int, str]:
     return chosen, why
 
 
+def done(speeds: dict[int, float]) -> bool:
+    """Whether the last two numbers of loading processes brought nothing."""
+    return len(speeds) > 2 and recommend(speeds)[0] not in list(speeds)[-2:]
+
+
 def choose_num_workers(
     samples: Samples,
     batches: Sequence[list[Key]],
     device: torch.device,
     pin_memory: bool,
     folder: Path,
+    cpu_cores: int,
 ) -> int:
     """Measure on all ranks at the same time, as they will load in training; every rank calls it.
-
-    Goes on to more processes until two numbers in a row bring nothing.
 
     Args:
         samples: of the training data.
@@ -102,18 +107,18 @@ def choose_num_workers(
         device: of this rank.
         pin_memory: load into page-locked memory.
         folder: of the run, where the answer is kept in loader.json and read again on a resume.
+        cpu_cores: of each rank: no more processes are tried.
     """
     file = folder / "loader.json"
     known: Any = broadcast(json.loads(file.read_text()) if file.is_file() else None)
     if known is None:
         speeds: dict[int, float] = {}
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         enough = list(batches) * -(-100 // len(batches))  # a small data set several times over
-        for number in counts(len(os.sched_getaffinity(0)) // ranks_here):
+        for number in counts(cpu_cores):
             own = samples_per_s(samples, enough, device, num_workers=number,
                                 pin_memory=pin_memory, limit_s=1.0)  # fmt: skip
             speeds[number] = min(gather(own))  # training waits for the slowest rank
-            if len(speeds) > 2 and recommend(speeds)[0] < number - 1:
+            if number >= cpu_cores or done(speeds):
                 break
         chosen, why = recommend(speeds)
         known = {"num_workers": chosen, "why": why, "samples_per_s_a_rank": speeds}

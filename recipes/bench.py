@@ -4,8 +4,8 @@
     python -m recipes.bench NAME --redraw        renew figure and README from the JSON that is there
     python -m recipes NAME --compare [options]   measure into --output-dir, and change nothing here
 
-A recipe's compare.py has `measure(arguments, folder)`, which returns tables and what the figure
-needs, and `draw(result, path)`.
+A recipe's compare.py has `measure(arguments, folder, rounds)`, which returns tables and what the
+figure needs, and `draw(result, path)`.
 """
 
 import argparse
@@ -44,9 +44,12 @@ def comparison(name: str) -> Any:
 def measure(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Measure and describe: the content of comparison.json."""
     module = comparison(name)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--compare-rounds", "--compare_rounds", type=int, default=3)
+    given, options = parser.parse_known_args(list(arguments))
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        found = module.measure(list(arguments), Path(folder))
+        found = module.measure(options, Path(folder), given.compare_rounds)
     command = ["python", "-m", "recipes", name, "--compare", *arguments]
     elapsed_s = round(time.monotonic() - start_s, 1)
     about = {"command": shlex.join(command), "elapsed_s": elapsed_s, **describe_machine()}

@@ -48,11 +48,15 @@ class LaunchOptions:
     compare: bool = False
     """Measure the recipe beside its alternatives instead of training: a table, a figure and
     comparison.json in --output-dir. For recipes that have a compare.py."""
+    compare_rounds: int = 3
+    """How often --compare measures each alternative, in turn; the median counts."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be started."""
         if self.nproc is not None and self.nproc < 1:
             raise ValueError(f"--nproc must be at least 1, got {self.nproc}")
+        if self.compare_rounds < 1:
+            raise ValueError(f"--compare-rounds must be at least 1, got {self.compare_rounds}")
         if not 0 <= self.node_rank < self.nnodes:
             raise ValueError(f"--node-rank {self.node_rank} must lie in 0..{self.nnodes - 1}")
         if self.nnodes > 1 and not self.address:
@@ -230,8 +234,8 @@ def _resolve(arguments: Sequence[str]) -> tuple[Ranks, list[str]]:
 def _split(arguments: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
     """The launch options, and the rest for the ranks, who check it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for option, kind in (("nproc", int), ("nnodes", int), ("node-rank", int),
-                         ("master-addr", str), ("master-port", int)):  # fmt: skip
+    for option, kind in (("nproc", int), ("nnodes", int), ("node-rank", int), ("master-addr", str),
+                         ("master-port", int), ("compare-rounds", int)):  # fmt: skip
         names = (f"--{option}", f"--{option.replace('-', '_')}")
         parser.add_argument(*dict.fromkeys(names), type=kind, default=argparse.SUPPRESS)
     parser.add_argument("--compare", action="store_true", default=argparse.SUPPRESS)

@@ -1,12 +1,14 @@
 """The house's own rules: which way imports point, what files must not hold, links that work."""
 
 import ast
+import json
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from recipes import bench
 from tests.conftest import ROOT
 
 FILES = subprocess.run(
@@ -79,6 +81,17 @@ def test_links_in_markdown_lead_somewhere() -> None:
             assert path.exists(), f"{page.name}: {target}"
             if anchor:
                 assert anchor in anchors(path), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize(
+    "path", (ROOT / "recipes").glob("*/results/comparison.json"), ids=lambda p: p.parts[-3]
+)
+def test_tables_in_readmes_come_from_their_json(path: Path) -> None:
+    readme = (path.parents[1] / "README.md").read_text()
+    _, _, rest = readme.partition(bench.BEGIN)
+    written, _, _ = rest.partition(bench.END)
+    assert written.strip() == bench.markdown(json.loads(path.read_text()))
+    assert (path.parent / "comparison.png").stat().st_size > 5000
 
 
 def test_the_readme_lists_every_recipe_and_make_target() -> None:

@@ -1,6 +1,8 @@
 """Laws of the recipes of one process and of pipelines; each one's command line at the end."""
 
 import json
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -16,16 +18,18 @@ from torch.utils.checkpoint import checkpoint
 
 from common.errors import InputError
 from common.group import choose_devices
+from common.loader_tuning import done, recommend, samples_per_s
 from common.models import ModelOptions, build_model, load_matching
 from common.ranks import Ranks
-from common.record import RunOptions
+from common.record import RunOptions, weights_sha256
+from common.stream import Key, Samples
 from recipes.checkpoint_rnn import train as rnn
 from recipes.checkpoint_rnn.plan import search
 from recipes.dp_resnet50 import train as dp_resnet50
 from recipes.dp_scratch import train as dp_scratch
 from recipes.model_parallel_toy import train as parallel
 from recipes.model_parallel_toy.pipeline import Pipeline
-from tests.conftest import Recipe
+from tests.conftest import ROOT, Recipe
 from tests.pool import Pool, call_main, in_group
 from tests.test_bad_input import assert_refused
 
@@ -410,3 +414,136 @@ def test_a_budget_is_kept_where_the_system_allows_no_more(recipe: Recipe) -> Non
     auto = limited("auto", "--segments", "auto", "--memory-budget", str(budget)).assert_ok()
     assert 1 < auto.summary["segments"] < 2000
     assert 0 < auto.summary["training_memory_bytes"] <= budget
+
+
+def test_auto_measures_once_and_changes_no_bit(pool: Pool, tmp_path: Path) -> None:
+    def run(folder: str, *more: str) -> dict[str, Any]:
+        arguments = ["--nproc", "1", "--epochs", "2", *more, "--output-dir", str(tmp_path / folder)]
+        ((status, _, said),) = pool.run(call_main, 1, "ddp_launch", arguments)
+        assert status == 0, said
+        return summary(tmp_path / folder)
+
+    plain = run("plain")
+    run("auto", "--num-workers", "auto", "--max-steps", "3")
+    answer = json.loads((tmp_path / "auto" / "loader.json").read_text())
+    assert answer["num_workers"] in (0, 1, 2)
+    assert all(speed > 0 for speed in answer["samples_per_s_a_rank"].values())
+    changed = {**answer, "num_workers": 1}
+    (tmp_path / "auto" / "loader.json").write_text(json.dumps(changed))
+    auto = run("auto", "--num-workers", "auto")
+    assert auto["weights_sha256"] == plain["weights_sha256"]
+    kept = json.loads((tmp_path / "auto" / "loader.json").read_text())
+    assert kept == changed, "a resumed run keeps the answer"
+
+
+def test_the_recommendation_is_the_smallest_that_nothing_beats() -> None:
+    assert recommend({0: 100.0, 1: 90.0, 2: 99.0})[0] == 0
+    assert recommend({0: 100.0, 1: 103.0, 2: 104.0})[0] == 0, "within noise"
+    assert recommend({0: 100.0, 1: 180.0, 2: 300.0, 3: 310.0, 4: 250.0})[0] == 2
+    number, why = recommend({0: 100.0, 1: 80.0, 2: 160.0})
+    assert (number, why) == (2, "the fastest, 1.6 times loading in the training process")
+    assert not done({0: 100.0, 1: 90.0})
+    assert done({0: 100.0, 1: 90.0, 2: 99.0})
+    assert not done({0: 100.0, 1: 90.0, 2: 150.0})
+
+
+class Slow(Samples):
+    """A sample takes two milliseconds of waiting, as for a disk."""
+
+    def __getitem__(self, key: Key) -> tuple[Tensor, int]:
+        time.sleep(0.002)
+        return super().__getitem__(key)
+
+
+def test_what_is_measured_is_loading_and_not_what_was_loaded_before() -> None:
+    """200 samples of 2 ms by two processes take 0.2 s: none may be ready when the clock starts."""
+    samples = Slow([(torch.zeros(1), 0)], [0] * 200, torch.Tensor.clone, 0)
+    epoch = [[(0, index) for index in range(start, start + 10)] for start in range(0, 200, 10)]
+    for workers, ideal in ((0, 500), (2, 1000)):
+        speed = samples_per_s(samples, epoch, CPU, num_workers=workers, pin_memory=False)
+        assert 0.3 * ideal < speed <= ideal
+
+
+def test_every_recipe_through_the_front_door(recipe: Recipe) -> None:
+    """The real command lines, in fresh processes, with the files of the contract."""
+    for name, options in SMALL.items():
+        result = recipe(name, *options.split(), folder=name).assert_ok()
+        assert f"{name}: world_size 1 (launcher: none), device cpu" in result.stdout
+        assert_record(result.folder)
+
+
+def test_a_pipeline_through_the_front_door(recipe: Recipe) -> None:
+    options = ("--schedule", "gpipe", "--max-steps", "20")
+    result = recipe("model_parallel_toy", *options).assert_ok()
+    assert "world_size 2 (launcher: recipes)" in result.stdout
+    assert_record(result.folder)
+    work = json.loads((result.folder / "timeline.json").read_text())
+    assert {(w["stage"], w["kind"], w["micro_batch"]) for w in work} == {
+        (stage, kind, n) for stage in (0, 1) for kind in ("forward", "backward") for n in range(4)
+    }
+    at = {(w["stage"], w["kind"], w["micro_batch"]): w for w in work}
+    for n in range(4):
+        assert at[0, "forward", n]["end_s"] <= at[1, "forward", n]["start_s"]
+        assert at[1, "backward", n]["end_s"] <= at[0, "backward", n]["start_s"]
+    for stage in (0, 1):
+        own = sorted((w["start_s"], w["end_s"]) for w in work if w["stage"] == stage)
+        assert all(end <= start for (_, end), (start, _) in pairwise(own)), "one thing at a time"
+    assert (result.folder / "timeline.png").stat().st_size > 5000
+    whole = recipe("model_parallel_toy", *options[2:], folder="whole").assert_ok()
+    for step, loss in whole.losses.items():
+        assert result.losses[step] == pytest.approx(loss, rel=1e-4)
+
+
+def assert_record(folder: Path) -> None:
+    for file in ("config.json", "manifest.json", "metrics.jsonl", "class_indices.json"):
+        assert (folder / file).is_file(), file
+    assert list((folder / "snapshots").glob("step_*.pt"))
+    assert list((folder / "tensorboard").iterdir())
+    weights = torch.load(folder / "model.pt", weights_only=True)
+    assert weights_sha256(weights) == summary(folder)["weights_sha256"]
+
+
+def test_compare_writes_a_table_and_a_figure(recipe: Recipe) -> None:
+    result = recipe("tune_loader", "--compare", "--compare-rounds", "1", "--max-workers", "1",
+                    "--samples", "64").assert_ok()  # fmt: skip
+    assert "loading processes" in result.stdout
+    found = json.loads((result.folder / "comparison.json").read_text())
+    assert [row[1] for row in found["tables"][0]["rows"]] == [0, 1]
+    assert found["about"]["torch"] == torch.__version__
+    assert (result.folder / "comparison.png").stat().st_size > 5000
+    again = recipe("tune_loader", "--compare")
+    assert (again.status, len(again.errors)) == (2, 1)
+    assert "holds a comparison already" in again.errors[0]
+    none = recipe("ddp_spawn", "--compare", folder="none")
+    assert (none.status, len(none.errors)) == (2, 1)
+    assert "has no comparison" in none.errors[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "reaches"),
+    [("dp_resnet50", 0.93), ("dp_scratch", 0.97), ("model_parallel_toy", 0.95),
+     ("checkpoint_rnn", 0.9), ("tune_loader", None)],
+)  # fmt: skip
+def test_make_run_with_its_defaults(recipe: Recipe, name: str, reaches: float | None) -> None:
+    folder = recipe.tmp_path / "run"
+    process = recipe.start(
+        "make", "-s", "-C", ROOT, "run", f"RECIPE={name}", f"PYTHON={sys.executable}",
+        f"ARGS=--output-dir {folder}",
+    )  # fmt: skip
+    result = recipe.finish(process, folder).assert_ok()
+    assert result.elapsed_s < 90
+    if reaches is None:
+        assert "recommended: --num-workers" in result.stdout
+        return
+    assert result.summary["val_accuracy"] >= reaches
+    assert_record(folder)
+    if name == "checkpoint_rnn":
+        assert result.summary["val_loss"] < 0.02, "predicting the mean gives 1/6"
+    if name == "dp_resnet50":
+        assert "replicates nothing" in result.stdout
+        assert "64 of 64 predictions the same" in result.stdout
+    if name == "dp_scratch":
+        lesson = json.loads((folder / "lesson.json").read_text())
+        assert all(c["32"][-1] > c["512"][-1] + 0.1 for c in lesson.values())
+        assert (folder / "lesson.png").stat().st_size > 5000

@@ -10,26 +10,22 @@ from recipes import cli
 from recipes.dp_resnet50.train import NAME, Config, choose_devices
 
 
-def measure(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Train by both, three times in turn, two epochs each unless `--max-steps` says otherwise."""
-    arguments = [argument for argument in arguments if argument != "ddp"]
-    if not any(argument.replace("_", "-").startswith("--max-steps") for argument in arguments):
-        arguments += ["--max-steps", "28"]
+def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, Any]:
+    """Train by both, two epochs each unless `--max-steps` says otherwise."""
+    arguments = ["--max-steps", "28", *arguments]  # the last of two counts
     _, config = cli.parse(NAME, Config, arguments)
     devices = choose_devices(config)
     shared = as_arguments(config, leave_out={"device_ids", "output_dir", "resume"})
     gpus = [str(device.index) for device in devices if device.type == "cuda"]
     subset = {"CUDA_VISIBLE_DEVICES": visible_devices(gpus)} if gpus else {}
     ddp = [*shared, "--nproc", str(len(devices))]
-    runs = in_turn(
-        {
-            "DataParallel": lambda n: run_recipe(NAME, arguments, folder / f"dp{n}"),
-            "DistributedDataParallel": lambda n: run_recipe(
-                "ddp_launch", ddp, folder / f"ddp{n}", subset
-            ),
-        },
-        rounds=3,
-    )
+
+    def run(name: str, n: int) -> dict[str, Any]:
+        if name == "DataParallel":
+            return run_recipe(NAME, arguments, folder / f"dp{n}")
+        return run_recipe("ddp_launch", ddp, folder / f"ddp{n}", subset)
+
+    runs = in_turn(["DataParallel", "DistributedDataParallel"], run, rounds)
     speed = {name: median(found, "samples_per_s") for name, found in runs.items()}
     rows = []
     for name, found in runs.items():
@@ -45,8 +41,8 @@ def measure(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
             ]
         )
     alone = "" if len(devices) > 1 else ": one device, on which DataParallel replicates nothing"
-    title = (f"`{config.model.model}` on {', '.join(map(str, devices))}{alone}; median of 3 runs "
-             "in turn.")  # fmt: skip
+    title = (f"`{config.model.model}` on {', '.join(map(str, devices))}{alone}; "
+             f"median of {rounds} runs in turn.")  # fmt: skip
     columns = ["parallelised by", "processes", "samples/s", "speed ratio to DDP",
                "peak memory of each device", "utilisation of each GPU"]  # fmt: skip
     return {

@@ -187,7 +187,9 @@ def train(config: Config, ranks: Ranks) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from a command line; returns the exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if "--compare" in arguments and "ddp" in arguments:  # the only thing to compare with
+        arguments.remove("ddp")
     return cli.run(NAME, Config, train, arguments, processes=lambda config: 1)
 
 

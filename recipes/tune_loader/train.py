@@ -34,7 +34,7 @@ from common.data import DataOptions, load_data
 from common.errors import InputError
 from common.figure import save_figure
 from common.group import choose_device, process_group
-from common.loader_tuning import counts, recommend, samples_per_s
+from common.loader_tuning import counts, done, recommend, samples_per_s
 from common.ranks import Ranks
 from common.record import log, progress_bar, set_up_logs
 from common.stream import GlobalBatches
@@ -85,14 +85,12 @@ def sweep(config: Config, device: torch.device) -> dict[str, Any]:
     options = config.tune
     data = load_data(config.data, options.seed, Ranks())
     batches = GlobalBatches(len(data.train), options.global_batch_size, options.seed, 0, 1)
-    epoch, wanted = list(batches), 1 + -(-options.samples // options.global_batch_size)
-    timed = (epoch * -(-wanted // len(epoch)))[:wanted]  # the first one starts the clock
+    epoch, wanted = list(batches), -(-options.samples // options.global_batch_size)
+    timed = (epoch * -(-wanted // len(epoch)))[:wanted]
     found: dict[str, dict[int, list[float]]] = {}
-    tried = []
     for number in counts(len(os.sched_getaffinity(0))):
         if options.max_workers is not None and number > options.max_workers:
             break
-        tried.append(number)
         settings = (True, False) if device.type == "cuda" else (False,)
         bar = progress_bar(options.rounds * len(settings), 0, Ranks(), "run", f"{number} workers")
         for _ in range(options.rounds):
@@ -104,9 +102,7 @@ def sweep(config: Config, device: torch.device) -> dict[str, Any]:
                 speeds.setdefault(number, []).append(speed)
                 bar.update()
         bar.close()
-        if len(tried) > 2 and all(
-            recommend(median_of(speeds))[0] < number - 1 for speeds in found.values()
-        ):
+        if all(done(median_of(speeds)) for speeds in found.values()):
             break
     kind = max(found, key=lambda k: max(median_of(found[k]).values()))
     chosen, why = recommend(median_of(found[kind]))

@@ -1,0 +1,123 @@
+"""Whole model on one device, split, in micro-batches, and pipelined, on this machine."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.comparison import in_turn, median, run_recipe
+from common.data import load_data
+from common.figure import save_figure
+from common.group import process_group
+from common.launch import ROOT
+from common.ranks import Ranks
+from recipes import cli
+from recipes.model_parallel_toy.pipeline import plot_timeline
+from recipes.model_parallel_toy.train import NAME, Config, build, cut
+
+DEFAULTS = """--model resnet50 --data fake --image-size 64 --global-batch-size 32
+    --max-steps 10"""
+
+
+def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, Any]:
+    """Ten steps each, each process on one thread (--cpu-threads 1)."""
+    given = [*DEFAULTS.split(), *arguments]  # the last of two counts
+    _, config = cli.parse(NAME, Config, given)
+    stages, pieces = config.parallel.stages, config.parallel.micro_batches or 4
+    micro = ["--micro-batches", str(pieces)]
+    variants = {
+        "whole model, one device": ["--schedule", "split", "--stages", "1"],
+        "split": ["--schedule", "split"],
+        "micro": ["--schedule", "micro", *micro],
+        "gpipe": ["--schedule", "gpipe", *micro],
+        "1f1b": ["--schedule", "1f1b", *micro],
+    }
+
+    def run(name: str, n: int) -> dict[str, Any]:
+        return run_recipe(NAME, [*given, *variants[name]], folder / f"{name}{n}")
+
+    runs = in_turn(list(variants), run, rounds)
+    batch_size = config.optimizer.total_batch_size(1)
+    whole = median(runs["whole model, one device"], "samples_per_s")
+    rows = []
+    for name, found in runs.items():
+        speed = median(found, "samples_per_s")
+        rows.append(
+            [name, found[-1]["world_size"], f"{batch_size / speed:.2f}", f"{speed / whole:.2f}"]
+        )
+    alone = alone_s(given, stages, pieces) if config.run.device != "cuda" else None
+    if alone is not None:
+        rows.append(["the stages at the same time, with no communication", stages, f"{alone:.2f}",
+                     f"{batch_size / alone / whole:.2f}"])  # fmt: skip
+    ceiling = pieces * stages / (pieces + stages - 1)
+    rows.append([f"ceiling: {pieces} micro-batches, {stages} equal stages, m*s/(m+s-1)", stages,
+                 f"{batch_size / whole / ceiling:.2f}", f"{ceiling:.2f}"])  # fmt: skip
+    table = {
+        "title": f"`{config.parallel.model}` at {config.data.image_size} px, batch {batch_size}, "
+        f"{stages} stages, {pieces} micro-batches, one CPU thread a process; median of {rounds} "
+        "runs in turn. split and micro run in one process, where CPU devices take turns.",
+        "columns": ["schedule", "processes", "s/step", "speed ratio to the whole model"],
+        "rows": rows,
+    }
+    timelines = {
+        name: json.loads((folder / f"{name}{rounds - 1}" / "timeline.json").read_text())
+        for name in ("gpipe", "1f1b")
+    }
+    return {"tables": [table], "runs": runs, "timelines": timelines}
+
+
+def alone_s(given: Sequence[str], stages: int, pieces: int) -> float:
+    """Seconds a step of the slowest stage, all stages at once in processes that never talk."""
+    command = [sys.executable, "-P", "-m", "recipes.model_parallel_toy.compare"]
+    processes = [
+        subprocess.Popen(
+            [*command, str(stage), str(stages), str(pieces), *given],
+            stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": ROOT},
+        )
+        for stage in range(stages)
+    ]  # fmt: skip
+    return max(float(process.communicate()[0]) for process in processes)
+
+
+def main() -> None:
+    """Print a stage's seconds a step: STAGE STAGES MICRO_BATCHES [options of the recipe]."""
+    stage, stages, pieces = map(int, sys.argv[1:4])
+    _, config = cli.parse(NAME, Config, sys.argv[4:])
+    torch.set_num_threads(config.run.cpu_threads)
+    with process_group(Ranks(), torch.device("cpu"), "gloo", 60):
+        data = load_data(config.data, 0, Ranks())
+    sample = data.val[(0, 0)][0][None]
+    parts = cut(build(config.parallel, data), stages, sample)
+    inputs = torch.cat([sample] * (config.optimizer.total_batch_size(1) // pieces))
+    with torch.no_grad():
+        for part in parts[:stage]:
+            inputs = part(inputs)
+    inputs.requires_grad_(stage > 0)
+    times = []
+    for _ in range(8):
+        start_s = time.perf_counter()
+        for _piece in range(pieces):
+            outputs = parts[stage](inputs)
+            outputs.backward(torch.ones_like(outputs))
+        times.append(time.perf_counter() - start_s)
+    print(sorted(times)[len(times) // 2])
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """The pipelines' timelines, from real measurements."""
+
+    def plot(*panels: Any) -> None:
+        for axes, (name, work) in zip(panels, result["timelines"].items(), strict=True):
+            plot_timeline(work, axes)
+            axes.set_title(f"{name}: forward (blue) and backward (orange), by micro-batch")
+
+    save_figure(path, plot, panels=2)
+
+
+if __name__ == "__main__":
+    main()
