@@ -66,7 +66,9 @@ def as_arguments(config: Any, leave_out: set[str]) -> list[str]:
         option = name.replace("_", "-")
         if name in leave_out or value is None:
             continue
-        if isinstance(value, bool):
+        if isinstance(value, list | tuple):
+            arguments += [f"--{option}", *map(str, value)]
+        elif isinstance(value, bool):
             arguments.append(f"--{option}" if value else f"--no-{option}")
         else:
             arguments += [f"--{option}", str(value)]

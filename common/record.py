@@ -315,6 +315,8 @@ def _write_json(path: Path, content: Any) -> None:
 
 
 def _shown(name: str, value: Any) -> str:
+    if name.endswith("_bytes") and isinstance(value, int):
+        return f"{value / 2**20:,.0f} MiB"
     if name == "peak_memory_bytes":
         return ", ".join(f"{b / 2**20:,.0f} MiB" for b in value)
     if isinstance(value, float):

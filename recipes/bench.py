@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from common.errors import InputError
+from common.errors import STATUS_BAD_INPUT, InputError
 from common.launch import report, run_rank
 from common.manifest import describe_machine
 from common.ranks import Ranks
@@ -128,7 +128,7 @@ def main() -> int:
     """Run from a command line; returns the exit status."""
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(__doc__)
-        return 0
+        return 0 if len(sys.argv) > 1 else STATUS_BAD_INPUT
     name, *arguments = sys.argv[1:]
     try:
         comparison(name)

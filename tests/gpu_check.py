@@ -2,7 +2,8 @@
 
 One GPU cannot show NCCL between GPUs: that takes one process a GPU. What it shows: the NCCL path at
 world size 1, several gloo ranks on one card (SyncBatchNorm's law), determinism, exact resume, mixed
-precision. `python -m tests.gpu_check --device cpu` runs the same without SyncBatchNorm, to try the
+precision, dp_resnet50 and model_parallel_toy on one GPU, checkpoint_rnn --compare on cuDNN's LSTM.
+`python -m tests.gpu_check --device cpu` runs the same without SyncBatchNorm, to try the
 script itself.
 """
 
@@ -23,14 +24,20 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULT = Path(__file__).parent / "results" / "gpu_check.json"
 
 
-def run(folder: Path, *options: str) -> dict[str, Any]:
-    """Run ddp_launch through the front door; its summary and logged losses."""
-    command = [sys.executable, "-m", "recipes", "ddp_launch", *options, "--output-dir", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+def start(folder: Path, name: str, *options: str) -> str:
+    """Run a recipe through the front door; what it printed."""
+    command = [sys.executable, "-m", "recipes", name, *options, "--output-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     if done.returncode != 0:
         raise RuntimeError(
             f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}"
         )
+    return done.stdout
+
+
+def run(folder: Path, *options: str, name: str = "ddp_launch") -> dict[str, Any]:
+    """Run a recipe to its end; its summary and logged losses."""
+    start(folder, name, *options)
     lines = [json.loads(s) for s in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
@@ -78,11 +85,38 @@ def checks(device: str, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]
         return {"holds": cut["weights_sha256"] == whole["weights_sha256"],
                 "resumed_from": cut["resumed_from"]}  # fmt: skip
 
+    def data_parallel() -> dict[str, Any]:
+        options = ("--data", "fake", "--image-size", "64", "--epochs", "3", "--lr", "0.02")
+        found = run(folder / "dp", "--device", device, *options, name="dp_resnet50")
+        return {"holds": found["world_size"] == 1 and found["val_accuracy"] > 0.5, **found}
+
+    def split() -> dict[str, Any]:
+        options = ("--device", device, "--precision", "fp64", "--epochs", "2")
+        schedules = (("--stages", "1"), ("--schedule", "split"), ("--schedule", "micro"))
+        found = [
+            run(folder / f"split{n}", *options, *more, name="model_parallel_toy")
+            for n, more in enumerate(schedules)
+        ]
+        largest = max(largest_difference(found[0], other) for other in found[1:])
+        return {"holds": largest < 1e-9, "largest_relative_difference": largest}
+
+    def checkpointing() -> dict[str, Any]:
+        sizes = ("--length", "4096", "--hidden-size", "256", "--input-size", "64")
+        start(folder / "rnn", "checkpoint_rnn", "--device", device, "--compare",
+              "--compare-rounds", "1", *sizes)  # fmt: skip
+        found = json.loads((folder / "rnn" / "comparison.json").read_text())
+        peaks = {int(k): runs[0]["bytes"] for k, runs in found["runs"].items()}
+        within = found["auto"]["bytes"] <= found["auto"]["budget"]
+        return {"holds": min(peaks.values()) < peaks[1] / 5 and within, "comparison": found}
+
     return {
         "one_and_two_ranks_train_alike_in_fp64": one_and_two_ranks,
         "an_interrupted_run_ends_with_the_same_bits": resume,
         "the_same_run_twice_gives_the_same_bits_fp32": lambda: same_bits("fp32"),
         "the_same_run_twice_gives_the_same_bits_bf16": lambda: same_bits("bf16"),
+        "dp_resnet50_trains_on_one_device": data_parallel,
+        "the_split_model_is_the_whole_one_in_fp64": split,
+        "checkpoint_rnn_uses_a_fifth_of_the_memory_and_auto_keeps_its_budget": checkpointing,
     } | (
         {"the_same_run_twice_gives_the_same_bits_fp16": lambda: same_bits("fp16")}
         if device == "cuda"

@@ -176,12 +176,12 @@ def train(config: Config, ranks: Ranks) -> None:
             loop.after_epoch(result, model.state_dict())
 
         # report
+        peaks, used = [n for d in devices for n in peak_memory_bytes(d)], utilization.stop()
         # `model` and not `parallel`: names without `module.`, so that it loads anywhere.
-        loop.finish(
-            model.state_dict(),
-            peak_memory_bytes=[n for d in devices for n in peak_memory_bytes(d)],
-            gpu_utilization_percent=utilization.stop(),
-        )
+        loop.finish(model.state_dict(), peak_memory_bytes=peaks, gpu_utilization_percent=used)
+        for gpu, peak, percent in zip(devices, peaks, used, strict=False):  # none on a CPU
+            share = "not sampled" if percent is None else f"{percent:.0f} %"
+            log.info(f"  {gpu}: peak memory {peak / 2**20:,.0f} MiB, utilisation {share}")
         show_inference(config, data, run.folder / "model.pt", model)
 
 

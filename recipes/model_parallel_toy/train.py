@@ -252,8 +252,11 @@ def train(config: Config, ranks: Ranks) -> None:
     with process_group(ranks, device, config.run.backend, config.run.timeout_s):
         run = Run(NAME, config, config.run, ranks, device)
         replicas = parallel.data_parallel
-        mesh = init_device_mesh(device.type, (replicas, ranks.world_size // replicas),
-                                mesh_dim_names=("data", "stage"))  # fmt: skip
+        mesh, copy, copies = None, 0, None
+        if parallel.in_processes:  # ranks 0 to stages - 1 are the first pipeline
+            mesh = init_device_mesh(device.type, (replicas, parallel.stages),
+                                    mesh_dim_names=("data", "stage"))  # fmt: skip
+            copy, copies = mesh.get_local_rank("data"), mesh.get_group("data")
 
         # data
         toy = parallel.model == "toy"
@@ -262,7 +265,6 @@ def train(config: Config, ranks: Ranks) -> None:
         if batch_size % (replicas * parallel.pieces):
             raise InputError(f"--global-batch-size {batch_size} is not divided by {replicas} "
                              f"pipelines x {parallel.pieces} micro-batches")  # fmt: skip
-        copy = mesh.get_local_rank("data")
         share = Ranks(copy, copy, replicas, replicas)
         batches, loader, val_loader = make_loaders(  # all stages of a pipeline load the same
             data, config.data, batch_size, seed, share, device, run.folder
@@ -275,7 +277,7 @@ def train(config: Config, ranks: Ranks) -> None:
         sample, _ = data.val[(0, 0)]
         stages = cut(model, parallel.stages, sample[None].to(dtype))
         pipe: Any
-        if parallel.in_processes:
+        if mesh is not None:
             from recipes.model_parallel_toy.pipeline import Pipeline
 
             pipe = Pipeline(stages, parallel.schedule, parallel.pieces, device, mesh)
@@ -310,9 +312,7 @@ def train(config: Config, ranks: Ranks) -> None:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 loop.after_step(loss)
-            result = evaluate(
-                pipe, val_loader, len(data.val), device, dtype, mesh.get_group("data")
-            )
+            result = evaluate(pipe, val_loader, len(data.val), device, dtype, copies)
             loop.after_epoch(result, held.whole())
 
         # report
