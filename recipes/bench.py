@@ -1,6 +1,7 @@
 """`make bench RECIPE=NAME`: a recipe's comparison, measured here, into its results/ and README.
 
     python -m recipes.bench NAME [options]       measure, and renew results/, figure and README
+    python -m recipes.bench NAME --default-run   renew what the README says that a run printed
     python -m recipes.bench NAME --redraw        renew figure and README from the JSON that is there
     python -m recipes NAME --compare [options]   measure into --output-dir, and change nothing here
 
@@ -20,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from common.comparison import run_fresh
 from common.errors import STATUS_BAD_INPUT, InputError
 from common.launch import report, run_rank
 from common.manifest import describe_machine
@@ -27,6 +29,7 @@ from common.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- results: written by make bench -->", "<!-- end of results -->"
+BEGIN_RUN, END_RUN = "<!-- default run: written by make bench -->", "<!-- end of default run -->"
 
 
 def comparison(name: str) -> Any:
@@ -54,6 +57,30 @@ def measure(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     elapsed_s = round(time.monotonic() - start_s, 1)
     about = {"command": shlex.join(command), "elapsed_s": elapsed_s, **describe_machine()}
     return {"recipe": name, "about": about, **found}
+
+
+def default_run(name: str) -> dict[str, Any]:
+    """Run the recipe with its defaults: the content of make_run.json."""
+    with tempfile.TemporaryDirectory() as folder:
+        printed = run_fresh("recipes", [name, "--output-dir", folder])
+        content: dict[str, Any] = {"started_by": f"make run RECIPE={name}"}
+        for part in ("summary", "manifest"):
+            path = Path(folder) / f"{part}.json"
+            content[part] = json.loads(path.read_text()) if path.exists() else describe_machine()
+        lines = printed.replace(folder, f"runs/{name}/UTC-TIME").splitlines()
+    return {**content, "printed": [line.rstrip() for line in lines]}
+
+
+def shown(run: dict[str, Any]) -> str:
+    """What a run printed, the epochs but the first and the last left out."""
+    lines = list(run["printed"])
+    epochs = [place for place, line in enumerate(lines) if line.startswith("epoch ")]
+    if len(epochs) > 2:
+        lines[epochs[1] : epochs[-1]] = ["..."]
+    about = run["manifest"]
+    where = about["gpu"] or f"{about['cpu_cores']} cores of an {about['cpu']}, no GPU"
+    text = "\n".join([f"$ {run['started_by']}", *lines]).rstrip()
+    return f"```\n{text}\n```\n\n({where}; [make_run.json](results/make_run.json).)"
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -106,22 +133,31 @@ def run(name: str, arguments: Sequence[str]) -> None:
 def renew(name: str, arguments: Sequence[str]) -> None:
     """`make bench`: into the recipe's results/ and README."""
     results = ROOT / "recipes" / name / "results"
-    path = results / "comparison.json"
-    module = comparison(name)
-    if list(arguments) == ["--redraw"]:
-        if not path.exists():
-            raise InputError(f"{path} is not there yet: measure first, without --redraw")
-    else:
-        content = measure(name, arguments)
-        results.mkdir(exist_ok=True)
-        path.write_text(json.dumps(content, indent=2) + "\n")
-    result = json.loads(path.read_text())
-    module.draw(result, results / "comparison.png")
+    results.mkdir(exist_ok=True)
+    compared, ran = results / "comparison.json", results / "make_run.json"
+    wanted = arguments[0] if arguments and arguments[0] in ("--redraw", "--default-run") else None
+    if wanted is None:
+        compared.write_text(json.dumps(measure(name, arguments), indent=2) + "\n")
+    if wanted != "--redraw":
+        ran.write_text(json.dumps(default_run(name), indent=2) + "\n")
     readme = results.parent / "README.md"
-    before, _, rest = readme.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    readme.write_text(f"{before}{BEGIN}\n{markdown(result)}\n{END}{after}")
-    print(plain(result) + f"\n  renewed {readme} and {results}")
+    text = readme.read_text()
+    if compared.exists():
+        result = json.loads(compared.read_text())
+        comparison(name).draw(result, results / "comparison.png")
+        text = put_between(text, BEGIN, END, markdown(result))
+        print(plain(result))
+    if ran.exists():
+        text = put_between(text, BEGIN_RUN, END_RUN, shown(json.loads(ran.read_text())))
+    readme.write_text(text)
+    print(f"  renewed {readme} and {results}")
+
+
+def put_between(text: str, begin: str, end: str, content: str) -> str:
+    """The text with what stands between two markers replaced."""
+    before, _, rest = text.partition(begin)
+    _old, found, after = rest.partition(end)
+    return f"{before}{begin}\n{content}\n{end}{after}" if found else text
 
 
 def main() -> int:
@@ -131,7 +167,8 @@ def main() -> int:
         return 0 if len(sys.argv) > 1 else STATUS_BAD_INPUT
     name, *arguments = sys.argv[1:]
     try:
-        comparison(name)
+        if "--default-run" not in arguments:
+            comparison(name)
     except InputError as error:
         return report(error, Ranks())
     return run_rank(lambda: renew(name, arguments), Ranks())

@@ -83,14 +83,19 @@ def test_links_in_markdown_lead_somewhere() -> None:
                 assert anchor in anchors(path), f"{page.name}: {target}"
 
 
+def between(text: str, begin: str, end: str) -> str:
+    return text.partition(begin)[2].partition(end)[0].strip()
+
+
 @pytest.mark.parametrize(
     "path", (ROOT / "recipes").glob("*/results/comparison.json"), ids=lambda p: p.parts[-3]
 )
 def test_tables_in_readmes_come_from_their_json(path: Path) -> None:
     readme = (path.parents[1] / "README.md").read_text()
-    _, _, rest = readme.partition(bench.BEGIN)
-    written, _, _ = rest.partition(bench.END)
-    assert written.strip() == bench.markdown(json.loads(path.read_text()))
+    written = between(readme, bench.BEGIN, bench.END)
+    assert written == bench.markdown(json.loads(path.read_text()))
+    ran = between(readme, bench.BEGIN_RUN, bench.END_RUN)
+    assert ran == bench.shown(json.loads((path.parent / "make_run.json").read_text()))
     assert (path.parent / "comparison.png").stat().st_size > 5000
 
 
