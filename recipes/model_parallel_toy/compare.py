@@ -20,12 +20,12 @@ from recipes import cli
 from recipes.model_parallel_toy.pipeline import plot_timeline
 from recipes.model_parallel_toy.train import NAME, Config, build, cut
 
-DEFAULTS = """--model resnet50 --data fake --image-size 64 --global-batch-size 32
-    --max-steps 10"""
+DEFAULTS = """--model resnet50 --data fake --image-size 128 --global-batch-size 32
+    --max-steps 6"""
 
 
 def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, Any]:
-    """Ten steps each, each process on one thread (--cpu-threads 1)."""
+    """Six steps each, each process on one thread (--cpu-threads 1)."""
     given = [*DEFAULTS.split(), *arguments]  # the last of two counts
     _, config = cli.parse(NAME, Config, given)
     stages, pieces = config.parallel.stages, config.parallel.micro_batches or 4
