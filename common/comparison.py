@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common.errors import InputError, TrainingError
-from common.launch import ROOT
+from common.launch import ROOT, end_with_parent
 from common.ranks import Ranks
 from common.record import flatten, progress_bar
 
 T = TypeVar("T")
+
+# What runs here is started by nobody but us, even where srun or torchrun started us.
+_OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "SLURM_",
+                  "OMPI_", "PMI", "RECIPES_")  # fmt: skip
 
 
 def run_fresh(
@@ -31,12 +35,13 @@ def run_fresh(
         InputError: it ended with status 2; its own error line.
         TrainingError: it failed otherwise.
     """
-    given = {k: v for k, v in os.environ.items() if not k.startswith("RECIPES_")}
+    given = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_LAUNCHER)}
     path = os.pathsep.join(filter(None, [ROOT, given.get("PYTHONPATH")]))
     command = [sys.executable, "-P", "-m", module, *map(str, arguments)]
     done = subprocess.run(
-        command, env={**given, **(env or {}), "PYTHONPATH": path}, capture_output=True, text=True
-    )
+        command, env={**given, **(env or {}), "PYTHONPATH": path}, capture_output=True, text=True,
+        preexec_fn=end_with_parent,
+    )  # fmt: skip
     if done.returncode == 0:
         return done.stdout
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

@@ -1,6 +1,8 @@
 """Around DistributedDataParallel: the same bits after a resume, BatchNorm over all ranks."""
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -28,15 +30,16 @@ def synchronize_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:
     return converted
 
 
-def settle_buckets(
-    model: DistributedDataParallel, image: Tensor, batch_size: int, autocast: torch.autocast
+def warm_up(
+    model: nn.Module, image: Tensor, batch_size: int, autocast: torch.autocast | None = None
 ) -> None:
-    """Run one backward pass whose result is thrown away, so that the gradient buckets are final.
+    """Run one backward pass whose result is thrown away, and leave the model as it was.
 
-    DDP lays its buckets out anew after the first backward pass, by the order in which gradients
-    came. A ring all-reduce adds the ranks in an order that depends on an element's place in its
-    bucket, so the first step after a resume would round otherwise than the same step of a run that
-    was never interrupted (seen from three ranks on). Buffers and random generators are put back.
+    A batch that the model cannot train on is found, and DDP's gradient buckets are final: DDP lays
+    them out anew after the first backward pass, by the order in which gradients came. A ring
+    all-reduce adds the ranks in an order that depends on an element's place in its bucket, so the
+    first step after a resume would round otherwise than the same step of a run that was never
+    interrupted (seen from three ranks on).
 
     Args:
         model: in train mode; its gradients are None afterwards.
@@ -47,20 +50,30 @@ def settle_buckets(
     Raises:
         InputError: a batch that the model cannot train on (BatchNorm over a single value).
     """
+    with left_as_it_was(model):
+        try:
+            with autocast or contextlib.nullcontext():
+                logits = model(image.expand(batch_size, *image.shape))
+        except ValueError as error:
+            raise InputError(
+                f"a batch of {batch_size} samples of {tuple(image.shape)}: {error}"
+            ) from error
+        logits.float().sum().backward()
+    if isinstance(model, DistributedDataParallel):
+        # The next forward pass is the one that lays them out, by what the backward has seen.
+        model.reducer._rebuild_buckets()
+    if image.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(image.device)
+
+
+@contextlib.contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Put back buffers and random generators after the block, and drop gradients."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     random_state = rng_state()
-    try:
-        with autocast:
-            logits = model(image.expand(batch_size, *image.shape))
-    except ValueError as error:
-        raise InputError(f"{batch_size} samples a rank of {tuple(image.shape)}: {error}") from error
-    logits.float().sum().backward()
+    yield
     model.zero_grad(set_to_none=True)
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
-        # The next forward pass is the one that lays them out, by what the backward has seen.
-        model.reducer._rebuild_buckets()
     set_rng_state(random_state)
-    if image.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(image.device)

@@ -297,11 +297,16 @@ def _own_message(error: Exception) -> str:
     return text or type(error).__name__
 
 
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it ends."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
 def die_with_parent() -> None:
     """Where `launch` or a spawning parent started this: end when it does. No orphan keeps a GPU."""
     parent = os.environ.get("RECIPES_PARENT")
     if parent and "RECIPES_ERROR_DIR" in os.environ and os.getpid() != int(parent):
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        end_with_parent()
         if os.getppid() != int(parent):  # it was gone before
             os._exit(STATUS_FAILED)

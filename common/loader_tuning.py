@@ -113,6 +113,7 @@ def choose_num_workers(
     known: Any = broadcast(json.loads(file.read_text()) if file.is_file() else None)
     if known is None:
         speeds: dict[int, float] = {}
+        cpu_cores = min(gather(cpu_cores))  # else ranks would leave the loop at different numbers
         enough = list(batches) * -(-100 // len(batches))  # a small data set several times over
         for number in counts(cpu_cores):
             own = samples_per_s(samples, enough, device, num_workers=number,

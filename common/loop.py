@@ -117,7 +117,7 @@ class Loop:
         state.loss_sum += loss.detach()
         state.batch += 1
         state.step += 1
-        self._speed.samples += self.stream.global_batch_size
+        self._speed.add(self.stream.global_batch_size)
         self._progress.update()
         if state.step % run.options.log_every == 0:
             losses = gather_number(loss.item())

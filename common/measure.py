@@ -4,6 +4,7 @@ import math
 import resource
 import shutil
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,31 +20,40 @@ def synchronize(device: torch.device) -> None:
 
 
 class Throughput:
-    """Samples per second of training, with the pauses (evaluation, snapshots) left out."""
+    """Samples per second of training, without pauses (evaluation, snapshots) and the first step.
+
+    A process's first step connects, compiles and allocates what the others find there.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.samples = device, 0
-        self._trained_s, self._since_s = 0.0, time.perf_counter()
+        self.device, self._samples, self._started = device, 0, False
+        self._trained_s, self._since_s = 0.0, math.inf
 
-    def _lap(self) -> float:
-        return self._trained_s + time.perf_counter() - self._since_s
+    def add(self, samples: int) -> None:
+        """Count a step; the first one starts the clock instead."""
+        if self._started:
+            self._samples += samples
+        else:
+            self._started = True
+            self.resume()
 
     def pause(self) -> None:
         """Stop the clock, when the device has done what came before."""
         synchronize(self.device)
-        self._trained_s = self._lap()
+        self._trained_s += max(0.0, time.perf_counter() - self._since_s)
         self._since_s = math.inf
 
     def resume(self) -> None:
         """Let the clock run again, when the device has done what came in the pause."""
-        synchronize(self.device)
-        self._since_s = time.perf_counter()
+        if self._started:
+            synchronize(self.device)
+            self._since_s = time.perf_counter()
 
     @property
     def samples_per_s(self) -> float:
-        """Over all ranks, since the beginning of this process; 0 where nothing was trained."""
-        running = self._since_s < math.inf
-        return self.samples / (self._lap() if running else self._trained_s)
+        """Over all ranks, since the first step of this process; 0 where there was no other."""
+        running_s = max(0.0, time.perf_counter() - self._since_s)
+        return self._samples / (self._trained_s + running_s) if self._samples else 0.0
 
 
 def peak_memory_bytes(device: torch.device) -> list[int]:
@@ -68,12 +78,12 @@ class Utilization:
     def __init__(self, devices: list[torch.device]) -> None:
         gpus = [device for device in devices if device.type == "cuda"]
         self._uuids = [f"GPU-{torch.cuda.get_device_properties(gpu).uuid}" for gpu in gpus]
-        self._sampler = None
+        self._sampler, self._said = None, tempfile.TemporaryFile("w+")  # noqa: SIM115 - read in stop()
         if gpus and shutil.which("nvidia-smi"):
             self._sampler = subprocess.Popen(
                 ["nvidia-smi", "--query-gpu=uuid,utilization.gpu",
                  "--format=csv,noheader,nounits", "--loop-ms=500"],
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                stdout=self._said, stderr=subprocess.DEVNULL,
             )  # fmt: skip
 
     def stop(self) -> list[float | None]:
@@ -81,9 +91,10 @@ class Utilization:
         if self._sampler is None:
             return [None] * len(self._uuids)
         self._sampler.terminate()
-        text, _ = self._sampler.communicate()
+        self._sampler.wait()
+        self._said.seek(0)
         samples: dict[str, list[float]] = {uuid: [] for uuid in self._uuids}
-        for line in text.splitlines():
+        for line in self._said:
             uuid, _, percent = line.partition(", ")
             if uuid in samples and percent.strip().isdigit():
                 samples[uuid].append(float(percent))

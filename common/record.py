@@ -31,6 +31,7 @@ _FREE = {
     "output_dir", "resume", "snapshot_every", "keep_snapshots", "log_every", "epoch_weights",
     "max_steps", "num_workers", "loader", "pin_memory", "download", "verify_images", "data_path",
     "device", "backend", "timeout_s", "global_batch_size", "batch_size_per_rank",
+    "lesson", "timeline",
 }  # fmt: skip
 
 
@@ -282,7 +283,8 @@ def flatten(config: Any) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in asdict(config).items():
         flat.update(value if isinstance(value, dict) else {name: value})
-    return {k: str(v) if isinstance(v, Path) else v for k, v in flat.items()}
+    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in flat.items()}
+    return {k: str(v) if isinstance(v, Path) else v for k, v in plain.items()}
 
 
 def _decisive(options: dict[str, Any]) -> dict[str, Any]:

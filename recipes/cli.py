@@ -133,6 +133,8 @@ def run(
     try:
         ranks, arguments = _resolve(arguments)
         options, config = parse(name, config_class, arguments)
+        if options.compare and ranks.world_size > 1:
+            raise InputError("--compare starts what it measures itself: run it as one process")
         if options.compare:
             return _compare(name, arguments)
         wanted = processes(config) if processes else None

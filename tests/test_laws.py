@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.data import DataOptions, load_data, make_loaders
-from common.ddp import settle_buckets
+from common.ddp import warm_up
 from common.errors import InputError, PeerError, StopRequested, TrainingError
 from common.evaluate import Evaluation, evaluate
 from common.group import agreed
@@ -171,7 +171,7 @@ def first_steps(ranks: Ranks, settled: bool, fresh_at: int) -> str:
         if step in (0, fresh_at):
             ddp = DistributedDataParallel(model)
             if settled:
-                settle_buckets(ddp, batches[0, 0], 6, torch.autocast("cpu", enabled=False))
+                warm_up(ddp, batches[0, 0], 6, torch.autocast("cpu", enabled=False))
         ddp(batches[step]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -191,7 +191,7 @@ def settle_leaves_no_trace(ranks: Ranks) -> bool:
     ddp = DistributedDataParallel(model)
     image = torch.randn(1, 8, 8)
     before, random_before = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    settle_buckets(ddp, image, 4, torch.autocast("cpu", enabled=False))
+    warm_up(ddp, image, 4, torch.autocast("cpu", enabled=False))
     same = all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     no_gradient = all(p.grad is None for p in model.parameters())
     return same and no_gradient and torch.equal(random_before, torch.get_rng_state())

@@ -20,7 +20,8 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
     _, config = cli.parse(NAME, Config, given)
     length, batch_size = config.sequence.length, config.optimizer.total_batch_size(1)
     root = math.isqrt(length)
-    numbers = sorted({1, 2, 4, *(max(1, root * 2**power // 4) for power in range(6)), length // 8})
+    wanted = {1, 4, *(root * 2**power // 4 for power in range(5)), length // 8}
+    numbers = sorted(number for number in wanted if 1 <= number <= length)
 
     def run(segments: str, n: int, more: Sequence[str] = ()) -> dict[str, Any]:
         into = folder / f"{segments}_{n}"

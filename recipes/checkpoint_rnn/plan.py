@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch
 from torch.utils.data import default_collate
 
 from common.comparison import as_arguments, mebibytes, run_fresh
-from common.errors import InputError
+from common.errors import InputError, TrainingError
 from common.measure import PeakMemory, synchronize
 from common.seeds import seed_everything, set_determinism
 from recipes import cli
@@ -60,6 +61,9 @@ def choose_segments(config: Config, device: torch.device, folder: Path) -> int:
             f"{entry['step_s']:.2f} s a step"
         )
     fitting = [entry for entry in found if MARGIN * entry["bytes"] <= budget]
+    if not found:
+        raise InputError("not even the root of the length as --segments fits into the memory that "
+                         "this process may use: try a smaller batch")  # fmt: skip
     if not fitting:
         least = int(MARGIN * min(entry["bytes"] for entry in found)) + 1
         raise InputError(
@@ -137,7 +141,7 @@ def probe_step(config: Config, device: torch.device, segments: int) -> Any:
 
 
 def forked(function: Callable[[], Any]) -> Any:
-    """The result of a function that ran in a fork of this process; None where that died."""
+    """The result of a function that ran in a fork of this process; None where that was killed."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -147,12 +151,16 @@ def forked(function: Callable[[], Any]) -> Any:
             with os.fdopen(writing, "w") as pipe:
                 json.dump(function(), pipe)
             status = 0
+        except Exception:
+            traceback.print_exc()
         finally:
             os._exit(status)
     os.close(writing)
     with os.fdopen(reading) as pipe:
         text = pipe.read()
-    os.waitpid(child, 0)
+    _, ended = os.waitpid(child, 0)
+    if ended and not os.WIFSIGNALED(ended):
+        raise TrainingError("measuring a step failed; what it said is above")
     return json.loads(text) if text else None
 
 

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from common.comparison import in_turn, mebibytes, median, run_recipe
 from common.figure import save_figure
 
@@ -14,11 +16,13 @@ PROCESSES = ("1", "2", "4", "8")
 def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, Any]:
     """Train with each number of processes; the same global batch for all."""
     options = ["--epochs", "5", *arguments]  # the last of two counts
+    gpus = torch.cuda.device_count() if "cpu" not in arguments else 0
+    processes = [n for n in PROCESSES if not gpus or int(n) <= gpus]
 
     def run(nproc: str, n: int) -> dict[str, Any]:
-        return run_recipe("ddp_launch", ["--nproc", nproc, *options], folder / f"{nproc}_{n}")
+        return run_recipe("ddp_launch", [*options, "--nproc", nproc], folder / f"{nproc}_{n}")
 
-    runs = in_turn(PROCESSES, run, rounds)
+    runs = in_turn(processes, run, rounds)
     speed = {name: median(found, "samples_per_s") for name, found in runs.items()}
     rows = []
     for name, found in runs.items():

@@ -28,7 +28,7 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from common.data import DataOptions, load_data, make_loaders
-from common.ddp import settle_buckets, synchronize_batch_norm
+from common.ddp import synchronize_batch_norm, warm_up
 from common.evaluate import evaluate
 from common.group import choose_device, process_group
 from common.launch import Child, listen, make_error_folder, run_rank, supervise
@@ -115,7 +115,7 @@ def train(config: Config, ranks: Ranks) -> None:
         set_train_mode(model)
         # A resumed run must add gradients up in the same order as one that was never stopped.
         image, _ = data.train[(0, 0)]
-        settle_buckets(ddp, image.to(device, dtype), batches.batch_size_per_rank, autocast)
+        warm_up(ddp, image.to(device, dtype), batches.batch_size_per_rank, autocast)
 
         # loop
         for _epoch in loop.epochs():

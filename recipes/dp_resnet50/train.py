@@ -20,6 +20,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 if __package__ in (None, ""):  # started as a file: the repository is not on the path yet
@@ -29,6 +30,7 @@ import torch
 from torch import nn
 
 from common.data import Data, DataOptions, load_data, make_loaders
+from common.ddp import warm_up
 from common.errors import InputError
 from common.evaluate import evaluate
 from common.group import choose_device, process_group
@@ -157,6 +159,8 @@ def train(config: Config, ranks: Ranks) -> None:
         if not loop.resume():
             return
         set_train_mode(model)
+        image, _ = data.train[(0, 0)]
+        warm_up(parallel, image.to(device, dtype), batch_size, autocast)
 
         # loop
         utilization = Utilization(devices)
@@ -188,8 +192,10 @@ def train(config: Config, ranks: Ranks) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from a command line; returns the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if "--compare" in arguments and "ddp" in arguments:  # the only thing to compare with
-        arguments.remove("ddp")
+    for place, (option, value) in enumerate(pairwise(arguments)):
+        if (option, value) == ("--compare", "ddp"):  # the only thing to compare with
+            del arguments[place + 1]
+            break
     return cli.run(NAME, Config, train, arguments, processes=lambda config: 1)
 
 

@@ -1,6 +1,7 @@
 """Whole model on one device, split, in micro-batches, and pipelined, on this machine."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -12,15 +13,16 @@ import torch
 
 from common.comparison import in_turn, median, run_recipe
 from common.data import load_data
+from common.errors import TrainingError
 from common.figure import save_figure
-from common.group import process_group
+from common.group import choose_device, process_group
 from common.launch import ROOT
 from common.ranks import Ranks
 from recipes import cli
 from recipes.model_parallel_toy.pipeline import plot_timeline
-from recipes.model_parallel_toy.train import NAME, Config, build, cut
+from recipes.model_parallel_toy.train import NAME, Config, build, cut, generated_points
 
-DEFAULTS = """--model resnet50 --data fake --image-size 128 --global-batch-size 32
+DEFAULTS = """--schedule micro --model resnet50 --data fake --image-size 128 --global-batch-size 32
     --max-steps 6"""
 
 
@@ -28,15 +30,17 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
     """Six steps each, each process on one thread (--cpu-threads 1)."""
     given = [*DEFAULTS.split(), *arguments]  # the last of two counts
     _, config = cli.parse(NAME, Config, given)
-    stages, pieces = config.parallel.stages, config.parallel.micro_batches or 4
-    micro = ["--micro-batches", str(pieces)]
+    stages, pieces = config.parallel.stages, config.parallel.pieces
     variants = {
         "whole model, one device": ["--schedule", "split", "--stages", "1"],
         "split": ["--schedule", "split"],
-        "micro": ["--schedule", "micro", *micro],
-        "gpipe": ["--schedule", "gpipe", *micro],
-        "1f1b": ["--schedule", "1f1b", *micro],
+        "micro": ["--schedule", "micro"],
+        "gpipe": ["--schedule", "gpipe", "--timeline"],
+        "1f1b": ["--schedule", "1f1b", "--timeline"],
     }
+    for name, more in variants.items():
+        in_one = name in ("split", "whole model, one device")
+        more += ["--micro-batches", "1" if in_one else str(pieces)]
 
     def run(name: str, n: int) -> dict[str, Any]:
         return run_recipe(NAME, [*given, *variants[name]], folder / f"{name}{n}")
@@ -50,8 +54,8 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
         rows.append(
             [name, found[-1]["world_size"], f"{batch_size / speed:.2f}", f"{speed / whole:.2f}"]
         )
-    alone = alone_s(given, stages, pieces) if config.run.device != "cuda" else None
-    if alone is not None:
+    if choose_device(config.run.device, Ranks()).type == "cpu":
+        alone = without_communication_s(given, stages, pieces)
         rows.append(["the stages at the same time, with no communication", stages, f"{alone:.2f}",
                      f"{batch_size / alone / whole:.2f}"])  # fmt: skip
     ceiling = pieces * stages / (pieces + stages - 1)
@@ -59,8 +63,9 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
                  f"{batch_size / whole / ceiling:.2f}", f"{ceiling:.2f}"])  # fmt: skip
     table = {
         "title": f"`{config.parallel.model}` at {config.data.image_size} px, batch {batch_size}, "
-        f"{stages} stages, {pieces} micro-batches, one CPU thread a process; median of {rounds} "
-        "runs in turn. split and micro run in one process, where CPU devices take turns.",
+        f"{stages} stages, {pieces} micro-batches, {config.run.cpu_threads} CPU thread a process; "
+        f"median of {rounds} runs in turn. split and micro run in one process, where CPU devices "
+        "take turns.",
         "columns": ["schedule", "processes", "s/step", "speed ratio to the whole model"],
         "rows": rows,
     }
@@ -71,17 +76,20 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
     return {"tables": [table], "runs": runs, "timelines": timelines}
 
 
-def alone_s(given: Sequence[str], stages: int, pieces: int) -> float:
+def without_communication_s(given: Sequence[str], stages: int, pieces: int) -> float:
     """Seconds a step of the slowest stage, all stages at once in processes that never talk."""
     command = [sys.executable, "-P", "-m", "recipes.model_parallel_toy.compare"]
     processes = [
         subprocess.Popen(
             [*command, str(stage), str(stages), str(pieces), *given],
-            stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": ROOT},
+            stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": ROOT},
         )
         for stage in range(stages)
     ]  # fmt: skip
-    return max(float(process.communicate()[0]) for process in processes)
+    seconds = [float(process.communicate()[0] or "nan") for process in processes]
+    if any(process.returncode for process in processes):
+        raise TrainingError("a stage by itself failed; what it said is above")
+    return max(seconds)
 
 
 def main() -> None:
@@ -90,7 +98,8 @@ def main() -> None:
     _, config = cli.parse(NAME, Config, sys.argv[4:])
     torch.set_num_threads(config.run.cpu_threads)
     with process_group(Ranks(), torch.device("cpu"), "gloo", 60):
-        data = load_data(config.data, 0, Ranks())
+        toy = config.parallel.model == "toy"
+        data = generated_points(0) if toy else load_data(config.data, 0, Ranks())
     sample = data.val[(0, 0)][0][None]
     parts = cut(build(config.parallel, data), stages, sample)
     inputs = torch.cat([sample] * (config.optimizer.total_batch_size(1) // pieces))

@@ -14,6 +14,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from common.ddp import left_as_it_was
+from common.errors import InputError
 from common.figure import save_figure
 from common.group import gather_to_rank_0
 from common.measure import synchronize
@@ -51,7 +53,7 @@ class Pipeline(nn.Module):
     Args:
         stages: all of them; the others are moved to `meta`.
         schedule: gpipe or 1f1b.
-        pieces: micro-batches a batch.
+        micro_batches: of each batch.
         device: of this process.
         mesh: with the dimensions `data` and `stage`.
     """
@@ -60,11 +62,12 @@ class Pipeline(nn.Module):
         self,
         stages: list[nn.Sequential],
         schedule: str,
-        pieces: int,
+        micro_batches: int,
         device: torch.device,
         mesh: DeviceMesh,
     ) -> None:
         super().__init__()
+        self.micro_batches = micro_batches
         self.index, self.count = mesh.get_local_rank("stage"), len(stages)
         for index, stage in enumerate(stages):
             stage.to(device if index == self.index else "meta")
@@ -79,8 +82,8 @@ class Pipeline(nn.Module):
             )
         self.timed = TimedStage(wrapped, self.index, self.count, device, group=self.group)
         # torch refuses 1F1B with one micro-batch, where it is the same as GPipe.
-        kind = Schedule1F1B if schedule == "1f1b" and pieces > 1 else ScheduleGPipe
-        self.schedule = kind(self.timed, pieces, loss_fn=cross_entropy)
+        kind = Schedule1F1B if schedule == "1f1b" and micro_batches > 1 else ScheduleGPipe
+        self.schedule = kind(self.timed, micro_batches, loss_fn=cross_entropy)
 
     def backward(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """Compute this stage's gradients by the schedule.
@@ -96,6 +99,30 @@ class Pipeline(nn.Module):
         else:
             self.schedule.step(target=labels.to(self.device), losses=losses)
         return torch.stack(losses).mean() * self.count if losses else inputs.new_zeros(())
+
+    def warm_up(self, sample: Tensor, batch_size: int) -> None:
+        """Run one step whose result is thrown away: what only a first step does is then done.
+
+        torch finds out the shapes between stages, and in that goes through DDP's hooks, so that
+        the first step of a process would round otherwise than the same step of a longer run.
+
+        Raises:
+            InputError: a micro-batch that the stage cannot train on.
+        """
+        with left_as_it_was(self.stage):
+            inputs = sample.expand(batch_size, *sample.shape).contiguous()
+            labels = torch.zeros(batch_size, dtype=torch.int64)
+            try:
+                self.backward(inputs, labels)
+            except (RuntimeError, ValueError) as error:
+                if "more than 1 value per channel" not in str(error.__cause__ or error):
+                    raise
+                raise InputError(
+                    f"one sample a micro-batch is too few for BatchNorm: give fewer "
+                    f"--micro-batches than {self.micro_batches}, or --norm group"
+                ) from error
+        if isinstance(self.timed.submod, DistributedDataParallel):
+            self.timed.submod.reducer._rebuild_buckets()
 
     def forward(self, inputs: Tensor) -> Tensor | None:
         """Send a batch of any size through the stages; logits on the last one, None elsewhere."""

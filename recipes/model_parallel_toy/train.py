@@ -15,7 +15,7 @@ The default takes about 3 s on 2 CPU cores and reaches a validation accuracy of 
 points; `--model resnet50` trains on images (--data).
 
 Sources: PyTorch, "Pipeline Parallelism"; GPipe, Huang et al. 2018 (arXiv 1811.06965), section 2.3;
-1F1B, Narayanan et al. 2019 (arXiv 1806.03377), section 3.2.
+1F1B, Narayanan et al. 2019, "PipeDream" (SOSP), section 3.2.
 """
 
 import sys
@@ -36,6 +36,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.data import Arrays, Data, DataOptions, load_data, make_loaders
+from common.ddp import warm_up
 from common.errors import InputError
 from common.evaluate import evaluate
 from common.group import choose_device, choose_devices, gather_to_rank_0, process_group
@@ -123,6 +124,8 @@ class Config:
         """Refuse what the pieces cannot do."""
         if self.run.precision in ("bf16", "fp16"):
             raise ValueError(f"{NAME} computes in --precision fp32 or fp64")
+        if self.parallel.model == "toy" and self.data != DataOptions():
+            raise ValueError("--model toy trains on generated points: its data has no options")
 
 
 def generated_points(seed: int) -> Data:
@@ -248,6 +251,9 @@ def train(config: Config, ranks: Ranks) -> None:
     devices = [] if parallel.in_processes else devices_for(parallel, config.run.device)
     device = devices[-1] if devices else choose_device(config.run.device, ranks)
     announce(NAME, config.run, ranks, device)
+    if parallel.in_processes and device.type == "cuda" and config.run.backend == "gloo":
+        raise InputError("stages on GPUs talk by NCCL, which wants a GPU each: leave --backend "
+                         "gloo out, or give --device cpu")  # fmt: skip
     dtype = torch.float64 if config.run.precision == "fp64" else torch.float32
     with process_group(ranks, device, config.run.backend, config.run.timeout_s):
         run = Run(NAME, config, config.run, ranks, device)
@@ -300,6 +306,10 @@ def train(config: Config, ranks: Ranks) -> None:
         if not loop.resume():
             return
         pipe.train()
+        if mesh is None:
+            warm_up(pipe, sample.to(dtype), batch_size)
+        else:
+            pipe.warm_up(sample.to(dtype), batch_size // replicas)
 
         # loop
         for _epoch in loop.epochs():
@@ -313,7 +323,7 @@ def train(config: Config, ranks: Ranks) -> None:
                 optimizer.zero_grad(set_to_none=True)
                 loop.after_step(loss)
             result = evaluate(pipe, val_loader, len(data.val), device, dtype, copies)
-            loop.after_epoch(result, held.whole())
+            loop.after_epoch(result, held.whole() if config.run.epoch_weights else {})
 
         # report
         loop.finish(held.whole())
