@@ -18,6 +18,7 @@ from torch import Tensor
 
 from common.group import broadcast, gather
 from common.measure import synchronize
+from common.record import write_json
 from common.stream import Key, Samples, make_loader
 
 log = logging.getLogger("recipes")
@@ -124,6 +125,6 @@ def choose_num_workers(
         chosen, why = recommend(speeds)
         known = {"num_workers": chosen, "why": why, "samples_per_s_a_rank": speeds}
         if torch.distributed.get_rank() == 0:
-            file.write_text(json.dumps(known, indent=2) + "\n")
+            write_json(file, known)
             log.info(f"--num-workers auto: {chosen} ({why})")
     return int(known["num_workers"])

@@ -49,7 +49,7 @@ class Loop:
         sharded: bool = False,
     ) -> None:
         self.run, self.options, self.stream, self.data = run, options, batches, data
-        loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=run.devices[0])
         self.state = TrainingState(parts, loss_sum, sharded)
         total_steps = options.epochs * batches.steps_per_epoch
         self.last_step = min(options.max_steps or total_steps, total_steps)
@@ -69,13 +69,13 @@ class Loop:
             if run.finished(self.last_step):
                 return False
         self._resumed_from = state.step if found else None
-        manifest = describe_run(run.device, seed, self.data.fingerprint)
+        manifest = describe_run(run.devices, seed, self.data.fingerprint)
         run.begin(manifest, state, self.data.class_names, self.stream.global_batch_size)
         return True
 
     def epochs(self) -> Iterator[int]:
         """Epochs still to do, from 0; each has its `batches` and ends with `after_epoch`."""
-        self._stop, self._speed = StopAgreement(), Throughput(self.run.device)
+        self._stop, self._speed = StopAgreement(), Throughput(self.run.devices)
         self._progress = progress_bar(self.last_step, self.state.step, self.run.ranks)
         while True:
             yield self.state.epoch
@@ -155,6 +155,7 @@ class Loop:
 
     def finish(self, state_dict: dict[str, Tensor], **more: Any) -> None:
         """Write the model and the summary, with what the recipe adds to it."""
+        self._stop.release()
         result = self._result
         self.run.finish(
             state_dict,
@@ -166,7 +167,7 @@ class Loop:
                 "val_correct": result.correct,
                 "val_total": result.total,
                 "samples_per_s": self._speed.samples_per_s,
-                "peak_memory_bytes": peak_memory_bytes(self.run.device),
+                "peak_memory_bytes": peak_memory_bytes(self.run.devices),
                 "resumed_from": self._resumed_from,
                 **more,
             },

@@ -26,21 +26,20 @@ _ENVIRONMENT = (
 )  # fmt: skip
 
 
-def describe_run(device: torch.device, seed: int, data_fingerprint: str) -> dict[str, Any]:
+def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) -> dict[str, Any]:
     """Everything outside the options that a result may depend on. Calls a collective.
 
     Args:
-        device: of this rank.
+        devices: of this rank.
         seed: of the run.
         data_fingerprint: from `common.data.load_data`.
     """
-    cuda = device.type == "cuda"
-    gpu = torch.cuda.get_device_name(device) if cuda else None
-    hosts = gather((socket.gethostname(), gpu))
+    gpus = [torch.cuda.get_device_name(gpu) for gpu in devices if gpu.type == "cuda"]
+    hosts = gather((socket.gethostname(), gpus))
     return {
         "command": command_line(),
         **describe_machine(),
-        "gpus": [name for _, name in hosts if name],
+        "gpus": [name for _, names in hosts for name in names],
         "world_size": len(hosts),
         "hosts": sorted({host for host, _ in hosts}),
         "seed": seed,

@@ -13,10 +13,11 @@ import torch
 from common.group import gather
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given, before the clock is read."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def synchronize(*devices: torch.device) -> None:
+    """Wait until the devices have done all they were given, before the clock is read."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 class Throughput:
@@ -25,8 +26,8 @@ class Throughput:
     A process's first step connects, compiles and allocates what the others find there.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self._samples, self._started = device, 0, False
+    def __init__(self, devices: list[torch.device]) -> None:
+        self.devices, self._samples, self._started = devices, 0, False
         self._trained_s, self._since_s = 0.0, math.inf
 
     def add(self, samples: int) -> None:
@@ -39,14 +40,14 @@ class Throughput:
 
     def pause(self) -> None:
         """Stop the clock, when the device has done what came before."""
-        synchronize(self.device)
+        synchronize(*self.devices)
         self._trained_s += max(0.0, time.perf_counter() - self._since_s)
         self._since_s = math.inf
 
     def resume(self) -> None:
         """Let the clock run again, when the device has done what came in the pause."""
         if self._started:
-            synchronize(self.device)
+            synchronize(*self.devices)
             self._since_s = time.perf_counter()
 
     @property
@@ -56,14 +57,14 @@ class Throughput:
         return self._samples / (self._trained_s + running_s) if self._samples else 0.0
 
 
-def peak_memory_bytes(device: torch.device) -> list[int]:
-    """Each rank's peak [bytes], in rank order: the allocator's on a GPU, else resident memory.
+def peak_memory_bytes(devices: list[torch.device]) -> list[int]:
+    """Peak of each of every rank's GPUs (the allocator's), else of each rank (resident) [bytes].
 
     Calls a collective.
     """
-    if device.type == "cuda":
-        return gather(torch.cuda.max_memory_allocated(device))
-    return gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    own = [torch.cuda.max_memory_allocated(gpu) for gpu in devices if gpu.type == "cuda"]
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return [peak for peaks in gather(own or [resident]) for peak in peaks]
 
 
 class Utilization:

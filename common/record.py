@@ -31,7 +31,7 @@ _FREE = {
     "output_dir", "resume", "snapshot_every", "keep_snapshots", "log_every", "epoch_weights",
     "max_steps", "num_workers", "loader", "pin_memory", "download", "verify_images", "data_path",
     "device", "backend", "timeout_s", "global_batch_size", "batch_size_per_rank",
-    "lesson", "timeline",
+    "lesson", "timeline", "memory_budget",
 }  # fmt: skip
 
 
@@ -82,9 +82,16 @@ class Run:
     """One run's folder. Every rank has one of these; rank 0 alone writes."""
 
     def __init__(
-        self, recipe: str, config: Any, options: RunOptions, ranks: Ranks, device: torch.device
+        self, recipe: str, config: Any, options: RunOptions, ranks: Ranks, *devices: torch.device
     ) -> None:
         """Make the folder if need be and write nothing over. Calls collectives.
+
+        Args:
+            recipe: its name.
+            config: all options.
+            options: those of the run.
+            ranks: this process's.
+            devices: that this process uses; the loss is on the first.
 
         Raises:
             InputError: a folder that cannot be written, or other options than rank 0's.
@@ -98,9 +105,9 @@ class Run:
         with agreed():
             self.folder = options.output_dir or Path()
             if options.output_dir is None and ranks.is_main:
-                self.folder = _new_folder(Path("runs") / recipe)
+                self.folder = new_folder(Path("runs") / recipe)
         self.folder = broadcast(self.folder)
-        self.device, self.options = device, options
+        self.devices, self.options = list(dict.fromkeys(devices)), options
         self.snapshots = self.folder / "snapshots"
         self.recipe, self.ranks = recipe, ranks
         self._started_s = time.monotonic()
@@ -125,6 +132,10 @@ class Run:
             "total_batch_size": global_batch_size,
             "data_fingerprint": fingerprint,
         }
+
+    def resolve(self, **options: Any) -> None:
+        """Put what an `auto` came to in its place, in config.json and in the run's identity."""
+        self._flat |= options
 
     def finished(self, last_step: int) -> bool:
         """Whether the folder holds the end of this very run, which then stays as it is."""
@@ -158,15 +169,15 @@ class Run:
                     **self._flat,
                     "output_dir": str(self.folder),
                     "global_batch_size": global_batch_size,
-                    "device": self.device.type,
+                    "device": self.devices[0].type,
                     "backend": dist.get_backend(),
                 }
                 if held.is_file() and not list_snapshots(self.snapshots):
                     theirs = json.loads(held.read_text())
                     refuse_mismatch(_decisive(theirs), _decisive(ours), f"folder {self.folder}")
-                _write_json(held, ours)
-                _write_json(self.folder / "manifest.json", manifest)
-                _write_json(self.folder / "class_indices.json", dict(enumerate(class_names)))
+                write_json(held, ours)
+                write_json(self.folder / "manifest.json", manifest)
+                write_json(self.folder / "class_indices.json", dict(enumerate(class_names)))
                 self._metrics = (self.folder / "metrics.jsonl").open("ab")
                 # A snapshot from another folder speaks of another file: nothing of it is here.
                 self._metrics.truncate(min(state.metrics_bytes, self._metrics.tell()))
@@ -213,7 +224,7 @@ class Run:
             "elapsed_s": round(time.monotonic() - self._started_s, 3),
             "weights_sha256": weights_sha256(weights),
         }
-        _write_json(self.folder / "summary.json", content)
+        write_json(self.folder / "summary.json", content)
         self._tensorboard.close()
         self._metrics.close()
         self._show(content)
@@ -224,7 +235,7 @@ class Run:
         log.info("\n".join(["", *(f"  {k:<{width}}  {v}" for k, v in rows.items()), ""]))
 
 
-def _new_folder(parent: Path) -> Path:
+def new_folder(parent: Path) -> Path:
     """A folder named by the time, made here: a second run of the same second gets another."""
     stamp = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
     for suffix in ("", *(f"-{number}" for number in range(2, 100))):
@@ -309,7 +320,8 @@ def save_weights(weights: dict[str, Tensor], path: Path) -> None:
     temporary.rename(path)
 
 
-def _write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON by a temporary file and a rename."""
     temporary = path.with_suffix(".tmp")
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     temporary.write_text(text, encoding="utf-8")

@@ -122,16 +122,10 @@ class TrainingState:
 
         On another number of ranks the model, optimizer and position go on exactly, and so does the
         order of samples; each rank's random generators then start from (seed, rank, step).
-
-        Raises:
-            InputError: sharded parts, on another number of ranks.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        if self.sharded and found["world_size"] != world_size:
-            raise InputError(
-                f"the snapshot holds the shards of {found['world_size']} ranks, this run has "
-                f"{world_size}: start as many, or choose another --output-dir"
-            )
+        # What decides the number of shards is an option, and so part of the identity.
+        assert not self.sharded or found["world_size"] == world_size
         parts = found["ranks"][rank]["parts"] if self.sharded else found
         for name, part in self.parts.items():
             part.load_state_dict(parts[name])

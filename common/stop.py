@@ -25,8 +25,12 @@ class StopAgreement:
         self._last_step = -1
         self._next_step = 0
         self._since = time.monotonic()
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._request)
+        self._before = {number: signal.signal(number, self._request) for number in STOP_SIGNALS}
+
+    def release(self) -> None:
+        """Give the signals back: nobody asks for an agreement any more."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _request(self, number: int, _frame: object) -> None:
         self.requested = number

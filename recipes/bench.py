@@ -12,20 +12,22 @@ figure needs, and `draw(result, path)`.
 import argparse
 import json
 import shlex
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from common.comparison import run_fresh
-from common.errors import STATUS_BAD_INPUT, InputError
-from common.launch import report, run_rank
+from common.errors import STATUS_FINISHED, InputError
+from common.launch import report
 from common.manifest import describe_machine
 from common.ranks import Ranks
+from common.record import new_folder, write_json
+from recipes import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- results: written by make bench -->", "<!-- end of results -->"
@@ -38,24 +40,28 @@ def comparison(name: str) -> Any:
     Raises:
         InputError: it has none.
     """
-    if find_spec(f"recipes.{name}") is None or find_spec(f"recipes.{name}.compare") is None:
-        having = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/compare.py"))
-        raise InputError(f"{name} has no comparison: {', '.join(having)} have")
+    having = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/compare.py"))
+    if name not in having:
+        raise InputError(f"{name or 'no RECIPE'} has no comparison: {', '.join(having)} have")
     return import_module(f"recipes.{name}.compare")
 
 
 def measure(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Measure and describe: the content of comparison.json."""
     module = comparison(name)
+    config_class = import_module(f"recipes.{name}.train").Config
+    launch, _ = cli.parse(name, config_class, arguments)  # before anything is measured
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--compare-rounds", "--compare_rounds", type=int, default=3)
-    given, options = parser.parse_known_args(list(arguments))
+    parser.add_argument("--compare-rounds", "--compare_rounds")
+    _, options = parser.parse_known_args(list(arguments))
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        found = module.measure(options, Path(folder), given.compare_rounds)
+        found = module.measure(options, Path(folder), launch.compare_rounds)
     command = ["python", "-m", "recipes", name, "--compare", *arguments]
     elapsed_s = round(time.monotonic() - start_s, 1)
     about = {"command": shlex.join(command), "elapsed_s": elapsed_s, **describe_machine()}
+    if "cpu" in arguments:
+        about["gpu"] = None  # there may be one, but this is not its table
     return {"recipe": name, "about": about, **found}
 
 
@@ -66,7 +72,7 @@ def default_run(name: str) -> dict[str, Any]:
         content: dict[str, Any] = {"started_by": f"make run RECIPE={name}"}
         for part in ("summary", "manifest"):
             path = Path(folder) / f"{part}.json"
-            content[part] = json.loads(path.read_text()) if path.exists() else describe_machine()
+            content[part] = json.loads(path.read_text()) if path.exists() else None
         lines = printed.replace(folder, f"runs/{name}/UTC-TIME").splitlines()
     return {**content, "printed": [line.rstrip() for line in lines]}
 
@@ -116,8 +122,7 @@ def run(name: str, arguments: Sequence[str]) -> None:
     parser.add_argument("--compare", action="store_true")
     parser.add_argument("--output-dir", "--output_dir", type=Path)
     given, rest = parser.parse_known_args(list(arguments))
-    stamp = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
-    folder = given.output_dir or Path("runs") / name / f"compare-{stamp}"
+    folder = given.output_dir or new_folder(Path("runs") / name)
     if (folder / "comparison.json").exists():
         raise InputError(f"{folder} holds a comparison already: choose another --output-dir")
     try:
@@ -125,21 +130,22 @@ def run(name: str, arguments: Sequence[str]) -> None:
     except OSError as error:
         raise InputError(f"--output-dir {folder} cannot be written: {error}") from error
     result = measure(name, rest)
-    (folder / "comparison.json").write_text(json.dumps(result, indent=2) + "\n")
+    write_json(folder / "comparison.json", result)
     comparison(name).draw(result, folder / "comparison.png")
     print(plain(result) + f"\n  {folder}/comparison.json, comparison.png")
 
 
 def renew(name: str, arguments: Sequence[str]) -> None:
     """`make bench`: into the recipe's results/ and README."""
+    comparison(name)  # refuses an unknown name
     results = ROOT / "recipes" / name / "results"
     results.mkdir(exist_ok=True)
     compared, ran = results / "comparison.json", results / "make_run.json"
     wanted = arguments[0] if arguments and arguments[0] in ("--redraw", "--default-run") else None
     if wanted is None:
-        compared.write_text(json.dumps(measure(name, arguments), indent=2) + "\n")
+        write_json(compared, measure(name, arguments))
     if wanted != "--redraw":
-        ran.write_text(json.dumps(default_run(name), indent=2) + "\n")
+        write_json(ran, default_run(name))
     readme = results.parent / "README.md"
     text = readme.read_text()
     if compared.exists():
@@ -160,18 +166,24 @@ def put_between(text: str, begin: str, end: str, content: str) -> str:
     return f"{before}{begin}\n{content}\n{end}{after}" if found else text
 
 
+def attempt(body: Callable[[], None]) -> int:
+    """Run `body`; the exit status. A signal ends it at once: there is no state to save."""
+    try:
+        body()
+        return STATUS_FINISHED
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:  # the outermost frame: every failure becomes a status
+        return report(error, Ranks())
+
+
 def main() -> int:
     """Run from a command line; returns the exit status."""
-    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+    name, *arguments = sys.argv[1:] or [""]
+    if name in ("-h", "--help"):
         print(__doc__)
-        return 0 if len(sys.argv) > 1 else STATUS_BAD_INPUT
-    name, *arguments = sys.argv[1:]
-    try:
-        if "--default-run" not in arguments:
-            comparison(name)
-    except InputError as error:
-        return report(error, Ranks())
-    return run_rank(lambda: renew(name, arguments), Ranks())
+        return STATUS_FINISHED
+    return attempt(lambda: renew(name, arguments))
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ def _refuse_other_than(wanted: int, name: str, options: LaunchOptions, ranks: Ra
 def _compare(name: str, arguments: Sequence[str]) -> int:
     from recipes import bench
 
-    return run_rank(lambda: bench.run(name, arguments), Ranks())
+    return bench.attempt(lambda: bench.run(name, arguments))
 
 
 def parse(name: str, config_class: type[C], arguments: Sequence[str]) -> tuple[LaunchOptions, C]:

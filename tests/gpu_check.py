@@ -27,7 +27,7 @@ RESULT = Path(__file__).parent / "results" / "gpu_check.json"
 def start(folder: Path, name: str, *options: str) -> str:
     """Run a recipe through the front door; what it printed."""
     command = [sys.executable, "-m", "recipes", name, *options, "--output-dir", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=420)
     if done.returncode != 0:
         raise RuntimeError(
             f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}"

@@ -88,7 +88,7 @@ def between(text: str, begin: str, end: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "path", (ROOT / "recipes").glob("*/results/comparison.json"), ids=lambda p: p.parts[-3]
+    "path", sorted(ROOT.glob("recipes/*/results/comparison.json")), ids=lambda p: p.parts[-3]
 )
 def test_tables_in_readmes_come_from_their_json(path: Path) -> None:
     readme = (path.parents[1] / "README.md").read_text()
@@ -97,6 +97,16 @@ def test_tables_in_readmes_come_from_their_json(path: Path) -> None:
     ran = between(readme, bench.BEGIN_RUN, bench.END_RUN)
     assert ran == bench.shown(json.loads((path.parent / "make_run.json").read_text()))
     assert (path.parent / "comparison.png").stat().st_size > 5000
+
+
+def test_the_first_screen_shows_the_recorded_run() -> None:
+    record = ROOT / "recipes" / "ddp_launch" / "results" / "make_run.json"
+    readme = (ROOT / "README.md").read_text()
+    table = [line for line in json.loads(record.read_text())["printed"] if line.startswith("  ")]
+    assert len(table) > 10
+    for line in table:
+        if "output_dir" not in line:
+            assert line in readme, line
 
 
 def test_the_readme_lists_every_recipe_and_make_target() -> None:

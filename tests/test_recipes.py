@@ -132,21 +132,27 @@ def whole_gradients() -> tuple[float, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("pieces", [1, 2, 4])
-def test_split_and_micro_batches_give_the_whole_models_gradients(stages: int, pieces: int) -> None:
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_split_and_micro_batches_give_the_whole_models_gradients(
+    stages: int, micro_batches: int
+) -> None:
     loss, expected = whole_gradients()
     model, (inputs, labels) = chain(), batch()
-    split = parallel.Split(parallel.cut(model, stages, inputs[:1]), [CPU] * stages, pieces)
+    split = parallel.Split(parallel.cut(model, stages, inputs[:1]), [CPU] * stages, micro_batches)
     assert split.backward(inputs, labels).item() == pytest.approx(loss, rel=1e-12)
     assert largest_difference(gradients(model), expected) < 1e-10
 
 
-def piped(ranks: Ranks, schedule: str, pieces: int, copies: int) -> tuple[float, dict[str, Tensor]]:
+def piped(
+    ranks: Ranks, schedule: str, micro_batches: int, copies: int
+) -> tuple[float, dict[str, Tensor]]:
     """The loss, and the gradients of this rank's stage by their names in the whole model."""
     mesh = init_device_mesh("cpu", (copies, ranks.world_size // copies),
                             mesh_dim_names=("data", "stage"))  # fmt: skip
     model, (inputs, labels) = chain(), batch()
-    pipe = Pipeline(parallel.cut(model, mesh.size(1), inputs[:1]), schedule, pieces, CPU, mesh)
+    pipe = Pipeline(
+        parallel.cut(model, mesh.size(1), inputs[:1]), schedule, micro_batches, CPU, mesh
+    )
     share = slice(mesh.get_local_rank("data"), None, copies)
     loss = pipe.backward(inputs[share], labels[share])
     torch.distributed.all_reduce(loss)
@@ -159,10 +165,10 @@ def test_every_schedule_gives_the_whole_models_gradients(
     pool: Pool, schedule: str, copies: int, stages: int
 ) -> None:
     loss, expected = whole_gradients()
-    for pieces in (1, 2, 4):
-        if schedule == "1f1b" and 1 < pieces < stages:
+    for micro_batches in (1, 2, 4):
+        if schedule == "1f1b" and 1 < micro_batches < stages:
             continue  # refused: see ParallelOptions
-        found = pool.run(in_group, copies * stages, piped, schedule, pieces, copies)
+        found = pool.run(in_group, copies * stages, piped, schedule, micro_batches, copies)
         assert found[0][0] == pytest.approx(loss, rel=1e-12)
         for rank, (_, own) in enumerate(found):
             assert own, f"rank {rank} holds a stage"
@@ -206,7 +212,7 @@ def relative_difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> flo
     return max(float((a[name] - b[name]).norm() / b[name].norm()) for name in b)
 
 
-@pytest.mark.parametrize("segments", [1, 2, 7, 49, 50])
+@pytest.mark.parametrize("segments", [2, 7, 49, 50])
 def test_recomputed_gradients_are_the_plain_ones_with_dropout(segments: int) -> None:
     assert relative_difference(recurrent_gradients(segments), recurrent_gradients(1)) < 1e-12
 
@@ -311,9 +317,9 @@ def test_interrupted_and_resumed_is_uninterrupted(pool: Pool, tmp_path: Path, na
         return summary(tmp_path / folder)
 
     whole = run("whole")
-    first = run("cut", "--max-steps", "2")
+    first = run("cut", "--max-steps", "3")
     cut = run("cut")
-    assert (first["steps"], cut["resumed_from"]) == (2, 2)
+    assert (first["steps"], cut["resumed_from"]) == (3, 3)
     assert cut["weights_sha256"] == whole["weights_sha256"] != first["weights_sha256"]
     assert cut["val_correct"] == whole["val_correct"]
     weights = torch.load(tmp_path / "cut" / "model.pt", weights_only=True)
@@ -412,7 +418,7 @@ def test_a_budget_is_kept_where_the_system_allows_no_more(recipe: Recipe) -> Non
     assert plain.status == 1
     assert "memory" in plain.errors[0]
     auto = limited("auto", "--segments", "auto", "--memory-budget", str(budget)).assert_ok()
-    assert 1 < auto.summary["segments"] < 2000
+    assert 1 < auto.summary["segments"] < 1000
     assert 0 < auto.summary["training_memory_bytes"] <= budget
 
 
@@ -519,11 +525,44 @@ def test_compare_writes_a_table_and_a_figure(recipe: Recipe) -> None:
     assert "has no comparison" in none.errors[0]
 
 
+def test_the_same_command_after_a_crash_before_the_first_snapshot(
+    pool: Pool, tmp_path: Path
+) -> None:
+    arguments = [*SMALL["dp_scratch"].split(), "--max-steps", "2", "--output-dir", str(tmp_path)]
+    assert pool.run(call_main, 1, "dp_scratch", arguments)[0][0] == 0
+    first = summary(tmp_path)
+    for snapshot in (tmp_path / "snapshots").iterdir():
+        snapshot.unlink()
+    ((status, _, said),) = pool.run(call_main, 1, "dp_scratch", arguments)
+    assert status == 0, said
+    assert summary(tmp_path)["weights_sha256"] == first["weights_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ddp_launch", "--epochs 1"),
+        ("dp_resnet50", "ddp --model resnet18 --max-steps 2"),
+        ("dp_scratch", "--epochs 1"),
+        ("model_parallel_toy", "--model toy --max-steps 2"),
+        ("checkpoint_rnn", "--length 64 --hidden-size 8"),
+    ],
+)
+def test_every_comparison(recipe: Recipe, name: str, options: str) -> None:
+    """Far too short for its figures to mean anything: that it measures, draws and tells."""
+    command = recipe.command(name, "--compare", *options.split(), "--compare-rounds", "1")
+    result = recipe.finish(recipe.start(*command), recipe.tmp_path / "run", 280).assert_ok()
+    found = json.loads((result.folder / "comparison.json").read_text())
+    assert len(found["tables"][0]["rows"]) > 1
+    assert (result.folder / "comparison.png").stat().st_size > 5000
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "reaches"),
     [("dp_resnet50", 0.93), ("dp_scratch", 0.97), ("model_parallel_toy", 0.95),
-     ("checkpoint_rnn", 0.9), ("tune_loader", None)],
+     ("checkpoint_rnn", 0.6), ("tune_loader", None)],
 )  # fmt: skip
 def test_make_run_with_its_defaults(recipe: Recipe, name: str, reaches: float | None) -> None:
     folder = recipe.tmp_path / "run"

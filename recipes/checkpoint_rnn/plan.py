@@ -24,6 +24,7 @@ from torch.utils.data import default_collate
 from common.comparison import as_arguments, mebibytes, run_fresh
 from common.errors import InputError, TrainingError
 from common.measure import PeakMemory, synchronize
+from common.record import write_json
 from common.seeds import seed_everything, set_determinism
 from recipes import cli
 from recipes.checkpoint_rnn.train import NAME, AddingRNN, Config, make_data, train_step
@@ -35,7 +36,7 @@ MARGIN = 1.15
 
 
 def choose_segments(config: Config, device: torch.device, folder: Path) -> int:
-    """The fastest number of segments within the budget, remembered in the run's folder.
+    """The fastest of the numbers tried that keeps to the budget, remembered in the run's folder.
 
     Args:
         config: with a memory budget.
@@ -72,7 +73,7 @@ def choose_segments(config: Config, device: torch.device, folder: Path) -> int:
         )
     best = min(fitting, key=lambda entry: entry["step_s"])
     log.info(f"chosen: {best['segments']} segments, the fastest within {mebibytes(budget)}")
-    remembered.write_text(json.dumps(best) + "\n")
+    write_json(remembered, best)
     return int(best["segments"])
 
 

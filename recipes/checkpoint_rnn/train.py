@@ -267,6 +267,7 @@ def train(config: Config, ranks: Ranks) -> None:
             from recipes.checkpoint_rnn.plan import choose_segments
 
             segments = choose_segments(config, device, run.folder)
+            run.resolve(segments=segments)
 
         # optimizer
         optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)

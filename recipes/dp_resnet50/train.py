@@ -120,15 +120,18 @@ def train(config: Config, ranks: Ranks) -> None:
         log.info(f"nn.DataParallel replicates nothing with fewer than 2 GPUs: {device} alone")
     dtype, autocast, scaler = mixed_precision(config.run.precision, device)
     with process_group(ranks, device, config.run.backend, config.run.timeout_s):
-        run = Run(NAME, config, config.run, ranks, device)
+        run = Run(NAME, config, config.run, ranks, *devices)
 
         # data
         data = load_data(config.data, seed, ranks)
         batch_size = options.total_batch_size(len(devices))
+        if len(devices) > 1 and config.model.dropout:
+            raise InputError("--dropout draws from each GPU's generator, and snapshots hold the "
+                             "first one's: leave it out, or use ddp_launch")  # fmt: skip
         if batch_size < len(devices):
             raise InputError(
                 f"--global-batch-size {batch_size} leaves some of the {len(devices)} devices "
-                f"without a sample: give {len(devices)} or more, or fewer --device-ids"
+                f"without a sample: give more, or fewer --device-ids"
             )
         batches, loader, val_loader = make_loaders(
             data, config.data, batch_size, seed, ranks, device, run.folder
@@ -180,9 +183,9 @@ def train(config: Config, ranks: Ranks) -> None:
             loop.after_epoch(result, model.state_dict())
 
         # report
-        peaks, used = [n for d in devices for n in peak_memory_bytes(d)], utilization.stop()
+        peaks, used = peak_memory_bytes(devices), utilization.stop()
         # `model` and not `parallel`: names without `module.`, so that it loads anywhere.
-        loop.finish(model.state_dict(), peak_memory_bytes=peaks, gpu_utilization_percent=used)
+        loop.finish(model.state_dict(), gpu_utilization_percent=used)
         for gpu, peak, percent in zip(devices, peaks, used, strict=False):  # none on a CPU
             share = "not sampled" if percent is None else f"{percent:.0f} %"
             log.info(f"  {gpu}: peak memory {peak / 2**20:,.0f} MiB, utilisation {share}")

@@ -1,6 +1,5 @@
 """The batch-size lesson: the same training with larger batches, as a figure."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from common.data import Data, make_loaders
 from common.evaluate import evaluate
 from common.figure import save_figure
 from common.ranks import Ranks
-from common.record import log, progress_bar
+from common.record import log, progress_bar, write_json
 from common.seeds import mixed_precision, seed_everything
 from recipes.dp_scratch.train import Config, Replicas, initialize, train_step
 
@@ -26,6 +25,8 @@ def show_lesson(
     More samples of the same data in a step say little more, and an epoch has fewer steps. A larger
     learning rate makes up for that, but only up to a point.
     """
+    if (folder / "lesson.json").exists():
+        return
     found: dict[str, dict[int, list[float]]] = {"lr 0.1": {}, "lr 0.1 x batch / 32": {}}
     seed, dtype = config.run.seed, mixed_precision(config.run.precision, device)[0]
     bar = progress_bar(2 * 3 * LESSON_EPOCHS, 0, ranks, unit="epoch", desc="batch-size lesson")
@@ -46,8 +47,8 @@ def show_lesson(
                 accuracies.append(result.accuracy)
                 bar.update()
     bar.close()
-    (folder / "lesson.json").write_text(json.dumps(found, indent=2) + "\n")
     save_figure(folder / "lesson.png", partial(plot_lesson, found), panels=2)
+    write_json(folder / "lesson.json", found)
     log.info(f"validation accuracy after {LESSON_EPOCHS} epochs ({folder}/lesson.png):")
     for rule, curves in found.items():
         ends = ", ".join(f"batch {size} {curve[-1]:.3f}" for size, curve in curves.items())

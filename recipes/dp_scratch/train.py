@@ -178,6 +178,8 @@ def train_step(replicas: Replicas, images: Tensor, labels: Tensor, lr: float) ->
 
 def train(config: Config, ranks: Ranks) -> None:
     """Train in this one process; the run's folder is `config.run.output_dir`."""
+    from recipes.dp_scratch.lesson import show_lesson
+
     options, seed = config.optimizer, config.run.seed
     set_up_logs(ranks)
 
@@ -192,7 +194,7 @@ def train(config: Config, ranks: Ranks) -> None:
     with process_group(
         ranks, device, config.run.backend, config.run.timeout_s
     ):  # of one: the Run's
-        run = Run(NAME, config, config.run, ranks, device)
+        run = Run(NAME, config, config.run, ranks, *devices)
 
         # data
         data = load_data(config.data, seed, ranks)
@@ -218,6 +220,8 @@ def train(config: Config, ranks: Ranks) -> None:
         parts: dict[str, Stateful] = {"model": replicas}
         loop = Loop(run, parts, options, batches, data)
         if not loop.resume():
+            if config.parallel.lesson:  # perhaps it was interrupted
+                show_lesson(config, data, ranks, device, run.folder)
             return
 
         # loop
@@ -231,8 +235,6 @@ def train(config: Config, ranks: Ranks) -> None:
         # report
         loop.finish(replicas.state_dict())
         if config.parallel.lesson:
-            from recipes.dp_scratch.lesson import show_lesson
-
             show_lesson(config, data, ranks, device, run.folder)
 
 

@@ -22,15 +22,16 @@ from recipes import cli
 from recipes.model_parallel_toy.pipeline import plot_timeline
 from recipes.model_parallel_toy.train import NAME, Config, build, cut, generated_points
 
-DEFAULTS = """--schedule micro --model resnet50 --data fake --image-size 128 --global-batch-size 32
+DEFAULTS = """--model resnet50 --data fake --image-size 128 --global-batch-size 32
     --max-steps 6"""
 
 
 def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, Any]:
     """Six steps each, each process on one thread (--cpu-threads 1)."""
-    given = [*DEFAULTS.split(), *arguments]  # the last of two counts
+    given = [*(() if "toy" in arguments else DEFAULTS.split()), *arguments]  # the last one counts
+    given = ["--schedule", "micro", *given]
     _, config = cli.parse(NAME, Config, given)
-    stages, pieces = config.parallel.stages, config.parallel.pieces
+    stages, micro_batches = config.parallel.stages, config.parallel.micro_batch_count
     variants = {
         "whole model, one device": ["--schedule", "split", "--stages", "1"],
         "split": ["--schedule", "split"],
@@ -40,7 +41,7 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
     }
     for name, more in variants.items():
         in_one = name in ("split", "whole model, one device")
-        more += ["--micro-batches", "1" if in_one else str(pieces)]
+        more += ["--micro-batches", "1" if in_one else str(micro_batches)]
 
     def run(name: str, n: int) -> dict[str, Any]:
         return run_recipe(NAME, [*given, *variants[name]], folder / f"{name}{n}")
@@ -55,17 +56,18 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
             [name, found[-1]["world_size"], f"{batch_size / speed:.2f}", f"{speed / whole:.2f}"]
         )
     if choose_device(config.run.device, Ranks()).type == "cpu":
-        alone = without_communication_s(given, stages, pieces)
+        alone = without_communication_s(given, stages, micro_batches)
         rows.append(["the stages at the same time, with no communication", stages, f"{alone:.2f}",
                      f"{batch_size / alone / whole:.2f}"])  # fmt: skip
-    ceiling = pieces * stages / (pieces + stages - 1)
-    rows.append([f"ceiling: {pieces} micro-batches, {stages} equal stages, m*s/(m+s-1)", stages,
+    ceiling = micro_batches * stages / (micro_batches + stages - 1)
+    rows.append(["ceiling with equal stages, m*s/(m+s-1)", stages,
                  f"{batch_size / whole / ceiling:.2f}", f"{ceiling:.2f}"])  # fmt: skip
+    size = f" at {config.data.image_size} px" if config.data.image_size else ""
     table = {
-        "title": f"`{config.parallel.model}` at {config.data.image_size} px, batch {batch_size}, "
-        f"{stages} stages, {pieces} micro-batches, {config.run.cpu_threads} CPU thread a process; "
-        f"median of {rounds} runs in turn. split and micro run in one process, where CPU devices "
-        "take turns.",
+        "title": f"`{config.parallel.model}`{size}, batch {batch_size}, "
+        f"{stages} stages, {micro_batches} micro-batches, {config.run.cpu_threads} CPU thread a "
+        f"process; median of {rounds} runs in turn. split and micro run in one process, where CPU "
+        "devices take turns.",
         "columns": ["schedule", "processes", "s/step", "speed ratio to the whole model"],
         "rows": rows,
     }
@@ -76,12 +78,12 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
     return {"tables": [table], "runs": runs, "timelines": timelines}
 
 
-def without_communication_s(given: Sequence[str], stages: int, pieces: int) -> float:
+def without_communication_s(given: Sequence[str], stages: int, micro_batches: int) -> float:
     """Seconds a step of the slowest stage, all stages at once in processes that never talk."""
     command = [sys.executable, "-P", "-m", "recipes.model_parallel_toy.compare"]
     processes = [
         subprocess.Popen(
-            [*command, str(stage), str(stages), str(pieces), *given],
+            [*command, str(stage), str(stages), str(micro_batches), *given],
             stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": ROOT},
         )
         for stage in range(stages)
@@ -94,7 +96,7 @@ def without_communication_s(given: Sequence[str], stages: int, pieces: int) -> f
 
 def main() -> None:
     """Print a stage's seconds a step: STAGE STAGES MICRO_BATCHES [options of the recipe]."""
-    stage, stages, pieces = map(int, sys.argv[1:4])
+    stage, stages, micro_batches = map(int, sys.argv[1:4])
     _, config = cli.parse(NAME, Config, sys.argv[4:])
     torch.set_num_threads(config.run.cpu_threads)
     with process_group(Ranks(), torch.device("cpu"), "gloo", 60):
@@ -102,7 +104,7 @@ def main() -> None:
         data = generated_points(0) if toy else load_data(config.data, 0, Ranks())
     sample = data.val[(0, 0)][0][None]
     parts = cut(build(config.parallel, data), stages, sample)
-    inputs = torch.cat([sample] * (config.optimizer.total_batch_size(1) // pieces))
+    inputs = torch.cat([sample] * (config.optimizer.total_batch_size(1) // micro_batches))
     with torch.no_grad():
         for part in parts[:stage]:
             inputs = part(inputs)
@@ -110,7 +112,7 @@ def main() -> None:
     times = []
     for _ in range(8):
         start_s = time.perf_counter()
-        for _piece in range(pieces):
+        for _piece in range(micro_batches):
             outputs = parts[stage](inputs)
             outputs.backward(torch.ones_like(outputs))
         times.append(time.perf_counter() - start_s)

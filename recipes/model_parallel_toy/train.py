@@ -81,11 +81,11 @@ class ParallelOptions:
         pieces = self.micro_batches
         if min(self.stages, self.data_parallel, pieces or 1) < 1:
             raise ValueError("--stages, --micro-batches and --data-parallel must be at least 1")
-        if self.schedule == "split" and self.pieces > 1:
+        if self.schedule == "split" and self.micro_batch_count > 1:
             raise ValueError("--schedule split has no micro-batches: --schedule micro has")
         if self.in_processes and self.stages < 2:
             raise ValueError(f"--schedule {self.schedule} needs --stages 2 or more")
-        if self.schedule == "1f1b" and 1 < self.pieces < self.stages:
+        if self.schedule == "1f1b" and 1 < self.micro_batch_count < self.stages:
             raise ValueError("--schedule 1f1b needs at least as many --micro-batches as --stages")
         if self.devices and self.in_processes:
             raise ValueError("--devices is for split and micro: each process of gpipe and 1f1b "
@@ -99,7 +99,7 @@ class ParallelOptions:
         return self.schedule in ("gpipe", "1f1b")
 
     @property
-    def pieces(self) -> int:
+    def micro_batch_count(self) -> int:
         """Micro-batches a batch."""
         return self.micro_batches or (1 if self.schedule == "split" else 4)
 
@@ -180,20 +180,22 @@ def cut(model: Any, stages: int, sample: Tensor) -> list[nn.Sequential]:
 
 
 class Split(nn.Module):
-    """All stages in this process, each on its device; the batch goes through piece by piece."""
+    """All stages in this process, each on its device; the batch goes through by micro-batches."""
 
-    def __init__(self, stages: list[nn.Sequential], devices: list[torch.device], pieces: int):
+    def __init__(
+        self, stages: list[nn.Sequential], devices: list[torch.device], micro_batches: int
+    ):
         super().__init__()
         self.stages = nn.ModuleList(s.to(d) for s, d in zip(stages, devices, strict=True))
-        self.devices, self.pieces = devices, pieces
+        self.devices, self.micro_batches = devices, micro_batches
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Outputs, on the last device. A GPU is only given its work here, and so they overlap."""
         outputs = []
-        for piece in inputs.chunk(self.pieces if self.training else 1):
+        for micro_batch in inputs.chunk(self.micro_batches if self.training else 1):
             for stage, device in zip(self.stages, self.devices, strict=True):
-                piece = stage(piece.to(device, non_blocking=True))
-            outputs.append(piece)
+                micro_batch = stage(micro_batch.to(device, non_blocking=True))
+            outputs.append(micro_batch)
         return torch.cat(outputs)
 
     def backward(self, inputs: Tensor, labels: Tensor) -> Tensor:
@@ -218,7 +220,7 @@ def devices_for(options: ParallelOptions, device: str) -> list[torch.device]:
     return found
 
 
-class Held:
+class StageState:
     """The part of a whole model's state that this process holds; the rest is on `meta`."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -232,7 +234,7 @@ class Held:
         """Take over own entries."""
         self.model.load_state_dict(state_dict, strict=False)
 
-    def whole(self) -> dict[str, Tensor]:
+    def full_state_dict(self) -> dict[str, Tensor]:
         """Every entry on rank 0, on the CPU, in the whole model's order. Calls a collective."""
         merged: dict[str, Tensor] = {}
         for shard in gather_to_rank_0({k: v.cpu() for k, v in self.state_dict().items()}):
@@ -256,22 +258,22 @@ def train(config: Config, ranks: Ranks) -> None:
                          "gloo out, or give --device cpu")  # fmt: skip
     dtype = torch.float64 if config.run.precision == "fp64" else torch.float32
     with process_group(ranks, device, config.run.backend, config.run.timeout_s):
-        run = Run(NAME, config, config.run, ranks, device)
+        run = Run(NAME, config, config.run, ranks, device, *devices)
         replicas = parallel.data_parallel
-        mesh, copy, copies = None, 0, None
+        mesh, replica, data_group = None, 0, None
         if parallel.in_processes:  # ranks 0 to stages - 1 are the first pipeline
             mesh = init_device_mesh(device.type, (replicas, parallel.stages),
                                     mesh_dim_names=("data", "stage"))  # fmt: skip
-            copy, copies = mesh.get_local_rank("data"), mesh.get_group("data")
+            replica, data_group = mesh.get_local_rank("data"), mesh.get_group("data")
 
         # data
         toy = parallel.model == "toy"
         data = generated_points(seed) if toy else load_data(config.data, seed, ranks)
         batch_size = options.total_batch_size(replicas)
-        if batch_size % (replicas * parallel.pieces):
+        if batch_size % (replicas * parallel.micro_batch_count):
             raise InputError(f"--global-batch-size {batch_size} is not divided by {replicas} "
-                             f"pipelines x {parallel.pieces} micro-batches")  # fmt: skip
-        share = Ranks(copy, copy, replicas, replicas)
+                             f"pipelines x {parallel.micro_batch_count} micro-batches")  # fmt: skip
+        share = Ranks(replica, replica, replicas, replicas)
         batches, loader, val_loader = make_loaders(  # all stages of a pipeline load the same
             data, config.data, batch_size, seed, share, device, run.folder
         )
@@ -286,13 +288,13 @@ def train(config: Config, ranks: Ranks) -> None:
         if mesh is not None:
             from recipes.model_parallel_toy.pipeline import Pipeline
 
-            pipe = Pipeline(stages, parallel.schedule, parallel.pieces, device, mesh)
+            pipe = Pipeline(stages, parallel.schedule, parallel.micro_batch_count, device, mesh)
         else:
-            pipe = Split(stages, devices, parallel.pieces)
+            pipe = Split(stages, devices, parallel.micro_batch_count)
             log.info(f"stages on {', '.join(map(str, devices))}")
 
         # optimizer
-        held = Held(model)
+        state = StageState(model)
         optimizer = torch.optim.SGD(
             [parameter for parameter in model.parameters() if not parameter.is_meta],
             lr=options.lr,
@@ -301,7 +303,7 @@ def train(config: Config, ranks: Ranks) -> None:
         )
 
         # resume
-        parts: dict[str, Stateful] = {"model": held, "optimizer": optimizer}
+        parts: dict[str, Stateful] = {"model": state, "optimizer": optimizer}
         loop = Loop(run, parts, options, batches, data, sharded=True)
         if not loop.resume():
             return
@@ -322,11 +324,11 @@ def train(config: Config, ranks: Ranks) -> None:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 loop.after_step(loss)
-            result = evaluate(pipe, val_loader, len(data.val), device, dtype, copies)
-            loop.after_epoch(result, held.whole() if config.run.epoch_weights else {})
+            result = evaluate(pipe, val_loader, len(data.val), device, dtype, data_group)
+            loop.after_epoch(result, state.full_state_dict() if config.run.epoch_weights else {})
 
         # report
-        loop.finish(held.whole())
+        loop.finish(state.full_state_dict())
         if parallel.in_processes:
             pipe.save_timeline(run.folder)
 

@@ -36,7 +36,7 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
     config = replace(config, tune=replace(config.tune, rounds=rounds))
     device = choose_device(config.tune.device, Ranks())
     with process_group(Ranks(), device, "auto", 600):
-        found = sweep(config, device)
+        found, _ = sweep(config, device)
     rows = [
         [kind, number, f"{speed:,.0f}", f"{speed / median_of(speeds)[0]:.2f}",
          "recommended" if (number, kind == "pinned") == (found["num_workers"], found["pin_memory"])
