@@ -570,8 +570,7 @@ def test_make_run_with_its_defaults(recipe: Recipe, name: str, reaches: float | 
         "make", "-s", "-C", ROOT, "run", f"RECIPE={name}", f"PYTHON={sys.executable}",
         f"ARGS=--output-dir {folder}",
     )  # fmt: skip
-    result = recipe.finish(process, folder).assert_ok()
-    assert result.elapsed_s < 90
+    result = recipe.finish(process, folder, 280).assert_ok()
     if reaches is None:
         assert "recommended: --num-workers" in result.stdout
         return
