@@ -1,6 +1,7 @@
 """A process a stage: torch.distributed.pipelining, and what it leaves to its user."""
 
 import json
+import socket
 import time
 from functools import partial
 from pathlib import Path
@@ -67,7 +68,7 @@ class Pipeline(nn.Module):
         mesh: DeviceMesh,
     ) -> None:
         super().__init__()
-        self.micro_batches = micro_batches
+        self.micro_batches, self.begin_s = micro_batches, 0.0
         self.index, self.count = mesh.get_local_rank("stage"), len(stages)
         for index, stage in enumerate(stages):
             stage.to(device if index == self.index else "meta")
@@ -147,12 +148,19 @@ class Pipeline(nn.Module):
             self.timed.work, self.begin_s = [], time.monotonic()
 
     def save_timeline(self, folder: Path) -> None:
-        """Write what was noted; every rank calls it, rank 0 writes timeline.json and .png."""
-        noted = [
-            {**entry, **{k: entry[k] - self.begin_s for k in ("start_s", "end_s")}}
-            for entry in self.timed.work or ()
+        """Write what was noted; every rank calls it, rank 0 writes timeline.json and .png.
+
+        Processes of one host share a clock; those of another host began when a barrier let go.
+        """
+        ranks = gather_to_rank_0((socket.gethostname(), self.begin_s, self.timed.work or []))
+        began_s: dict[str, float] = {}
+        for host, begin_s, _ in ranks:
+            began_s[host] = min(begin_s, began_s.get(host, begin_s))
+        work = [
+            {**entry, **{k: entry[k] - began_s[host] for k in ("start_s", "end_s")}}
+            for host, _, noted in ranks
+            for entry in noted
         ]
-        work = [entry for rank in gather_to_rank_0(noted) for entry in rank]
         if work:
             (folder / "timeline.json").write_text(json.dumps(work, indent=2) + "\n")
             save_figure(folder / "timeline.png", partial(plot_timeline, work))
