@@ -168,7 +168,12 @@ def test_every_schedule_gives_the_whole_models_gradients(
     for micro_batches in (1, 2, 4):
         if schedule == "1f1b" and 1 < micro_batches < stages:
             continue  # refused: see ParallelOptions
-        found = pool.run(in_group, copies * stages, piped, schedule, micro_batches, copies)
+        try:
+            found = pool.run(in_group, copies * stages, piped, schedule, micro_batches, copies)
+        except InputError:  # torch 2.10 refuses what torch 2.15 does
+            assert micro_batches < stages
+            assert torch.__version__ < "2.15"
+            continue
         assert found[0][0] == pytest.approx(loss, rel=1e-12)
         for rank, (_, own) in enumerate(found):
             assert own, f"rank {rank} holds a stage"

@@ -84,7 +84,10 @@ class Pipeline(nn.Module):
         self.timed = TimedStage(wrapped, self.index, self.count, device, group=self.group)
         # torch refuses 1F1B with one micro-batch, where it is the same as GPipe.
         kind = Schedule1F1B if schedule == "1f1b" and micro_batches > 1 else ScheduleGPipe
-        self.schedule = kind(self.timed, micro_batches, loss_fn=cross_entropy)
+        try:
+            self.schedule = kind(self.timed, micro_batches, loss_fn=cross_entropy)
+        except ValueError as error:  # torch 2.10 wants as many micro-batches as stages of any
+            raise InputError(f"--micro-batches, torch {torch.__version__}: {error}") from error
 
     def backward(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """Compute this stage's gradients by the schedule.
@@ -94,7 +97,7 @@ class Pipeline(nn.Module):
         """
         losses: list[Tensor] = []
         if self.index == 0:
-            self.schedule.step(inputs.to(self.device))
+            self.schedule.step(inputs.to(self.device).contiguous())
         elif self.index < self.count - 1:
             self.schedule.step()
         else:
@@ -111,7 +114,7 @@ class Pipeline(nn.Module):
             InputError: a micro-batch that the stage cannot train on.
         """
         with left_as_it_was(self.stage):
-            inputs = sample.expand(batch_size, *sample.shape).contiguous()
+            inputs = sample.expand(batch_size, *sample.shape)
             labels = torch.zeros(batch_size, dtype=torch.int64)
             try:
                 self.backward(inputs, labels)
