@@ -110,8 +110,3 @@ def in_turn(
 def median(runs: Sequence[Mapping[str, Any]], key: str) -> float:
     """Median of a number over the rounds of one variant."""
     return float(statistics.median(run[key] for run in runs))
-
-
-def mebibytes(number: float) -> str:
-    """A number of bytes for a table."""
-    return f"{number / 2**20:,.0f} MiB"

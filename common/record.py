@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -249,6 +250,30 @@ def new_folder(parent: Path) -> Path:
     raise InputError(f"{parent} holds a hundred runs of {stamp}: give --output-dir")
 
 
+def result_folder(given: Path | None, recipe: str, kind: str) -> Path:
+    """The folder of a measurement, made if need be; it must hold none of its kind yet.
+
+    Args:
+        given: by the user, or None.
+        recipe: whose folder under runs/ is taken where none is given.
+        kind: the JSON file's name without its suffix.
+
+    Raises:
+        InputError: it holds one, or cannot be written.
+    """
+    folder = given or new_folder(Path("runs") / recipe)
+    if (folder / f"{kind}.json").exists():
+        raise InputError(
+            f"{folder} holds a {kind} already ({kind}.json): choose another --output-dir"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise InputError(f"--output-dir {folder} cannot be written: {error}") from error
+    return folder
+
+
 def set_up_logs(ranks: Ranks) -> None:
     """Rank 0 talks to the person; the others write to files only (see `Run`)."""
     log.handlers.clear()
@@ -328,11 +353,16 @@ def write_json(path: Path, content: Any) -> None:
     temporary.rename(path)
 
 
+def mebibytes(number: float) -> str:
+    """A number of bytes for a table."""
+    return f"{number / 2**20:,.0f} MiB"
+
+
 def _shown(name: str, value: Any) -> str:
     if name.endswith("_bytes") and isinstance(value, int):
-        return f"{value / 2**20:,.0f} MiB"
+        return mebibytes(value)
     if name == "peak_memory_bytes":
-        return ", ".join(f"{b / 2**20:,.0f} MiB" for b in value)
+        return ", ".join(map(mebibytes, value))
     if isinstance(value, float):
         return f"{value:,.4f}" if abs(value) < 100 else f"{value:,.0f}"
     return str(value)

@@ -26,7 +26,7 @@ from common.errors import STATUS_FINISHED, InputError
 from common.launch import report
 from common.manifest import describe_machine
 from common.ranks import Ranks
-from common.record import new_folder, write_json
+from common.record import result_folder, write_json
 from recipes import cli
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,16 +77,21 @@ def default_run(name: str) -> dict[str, Any]:
     return {**content, "printed": [line.rstrip() for line in lines]}
 
 
+def machine(about: dict[str, Any]) -> str:
+    """Where it was measured, in words."""
+    return str(about["gpu"] or f"{about['cpu_cores']} cores of an {about['cpu']}, no GPU")
+
+
 def shown(run: dict[str, Any]) -> str:
     """What a run printed, the epochs but the first and the last left out."""
     lines = list(run["printed"])
     epochs = [place for place, line in enumerate(lines) if line.startswith("epoch ")]
     if len(epochs) > 2:
         lines[epochs[1] : epochs[-1]] = ["..."]
-    about = run["manifest"]
-    where = about["gpu"] or f"{about['cpu_cores']} cores of an {about['cpu']}, no GPU"
     text = "\n".join([f"$ {run['started_by']}", *lines]).rstrip()
-    return f"```\n{text}\n```\n\n({where}; [make_run.json](results/make_run.json).)"
+    return (
+        f"```\n{text}\n```\n\n({machine(run['manifest'])}; [make_run.json](results/make_run.json).)"
+    )
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -97,10 +102,10 @@ def markdown(result: dict[str, Any]) -> str:
         lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
         parts.append(f"{table['title']}\n\n" + "\n".join(lines))
     about = result["about"]
-    where = about["gpu"] or f"{about['cpu_cores']} cores of an {about['cpu']}, no GPU"
     parts.append(
-        f"({where}; torch {about['torch']}, Python {about['python']}; `{about['command']}`; "
-        "[comparison.json](results/comparison.json).)\n\n![the figure](results/comparison.png)"
+        f"({machine(about)}; torch {about['torch']}, Python {about['python']}; "
+        f"`{about['command']}`; [comparison.json](results/comparison.json).)\n\n"
+        "![the figure](results/comparison.png)"
     )
     return "\n\n".join(parts)
 
@@ -122,13 +127,7 @@ def run(name: str, arguments: Sequence[str]) -> None:
     parser.add_argument("--compare", action="store_true")
     parser.add_argument("--output-dir", "--output_dir", type=Path)
     given, rest = parser.parse_known_args(list(arguments))
-    folder = given.output_dir or new_folder(Path("runs") / name)
-    if (folder / "comparison.json").exists():
-        raise InputError(f"{folder} holds a comparison already: choose another --output-dir")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--output-dir {folder} cannot be written: {error}") from error
+    folder = result_folder(given.output_dir, name, "comparison")
     result = measure(name, rest)
     write_json(folder / "comparison.json", result)
     comparison(name).draw(result, folder / "comparison.png")

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.comparison import in_turn, mebibytes, median, run_recipe
+from common.comparison import in_turn, median, run_recipe
 from common.figure import save_figure
+from common.record import mebibytes
 from recipes import cli
 from recipes.checkpoint_rnn.train import NAME, Config
 

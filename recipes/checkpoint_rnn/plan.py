@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from common.comparison import as_arguments, mebibytes, run_fresh
+from common.comparison import as_arguments, run_fresh
 from common.errors import InputError, TrainingError
 from common.measure import PeakMemory, synchronize
-from common.record import write_json
+from common.record import mebibytes, write_json
 from common.seeds import seed_everything, set_determinism
 from recipes import cli
 from recipes.checkpoint_rnn.train import NAME, AddingRNN, Config, make_data, train_step

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from common.comparison import in_turn, mebibytes, median, run_recipe
+from common.comparison import in_turn, median, run_recipe
 from common.figure import save_figure
+from common.record import mebibytes
 
 PROCESSES = ("1", "2", "4", "8")
 

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.comparison import as_arguments, in_turn, mebibytes, median, run_recipe, visible_devices
+from common.comparison import as_arguments, in_turn, median, run_recipe, visible_devices
 from common.figure import save_figure
+from common.record import mebibytes
 from recipes import cli
 from recipes.dp_resnet50.train import NAME, Config, choose_devices
 

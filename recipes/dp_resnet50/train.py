@@ -10,7 +10,7 @@ anything that runs for long use ddp_launch. With fewer than two GPUs it replicat
     docker run --gpus all IMAGE dp_resnet50                          the same in the image
     srun --ntasks 1 --gpus 4 python -m recipes dp_resnet50           one Slurm task with all GPUs
 
-The default takes about 45 s on 2 CPU cores and reaches a validation accuracy of 0.95.
+The default takes about 60 s on 2 CPU cores and reaches a validation accuracy of 0.95.
 
 Source: PyTorch, "torch.nn.DataParallel"; linear scaling and warm-up: Goyal et al. 2017
 (arXiv 1706.02677), section 2.
@@ -39,7 +39,7 @@ from common.measure import Utilization, peak_memory_bytes
 from common.models import ModelOptions, build_model, prepare_model, set_train_mode
 from common.optim import OptimizerOptions
 from common.ranks import Ranks
-from common.record import Run, RunOptions, announce, log, set_up_logs
+from common.record import Run, RunOptions, announce, log, mebibytes, set_up_logs
 from common.seeds import mixed_precision, seed_everything, set_determinism
 from common.snapshot import Stateful
 from recipes import cli
@@ -188,7 +188,7 @@ def train(config: Config, ranks: Ranks) -> None:
         loop.finish(model.state_dict(), gpu_utilization_percent=used)
         for gpu, peak, percent in zip(devices, peaks, used, strict=False):  # none on a CPU
             share = "not sampled" if percent is None else f"{percent:.0f} %"
-            log.info(f"  {gpu}: peak memory {peak / 2**20:,.0f} MiB, utilisation {share}")
+            log.info(f"  {gpu}: peak memory {mebibytes(peak)}, utilisation {share}")
         show_inference(config, data, run.folder / "model.pt", model)
 
 

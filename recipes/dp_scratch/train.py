@@ -10,7 +10,7 @@ devices, `cpu cpu` too (which is no faster than one: they share the cores, and t
     docker run --gpus all IMAGE dp_scratch                           the same in the image
     srun --ntasks 1 --gpus 2 python -m recipes dp_scratch            one Slurm task with two GPUs
 
-The default takes about 20 s on 2 CPU cores, reaches a validation accuracy of 0.97, and ends with
+The default takes about 25 s on 2 CPU cores, reaches a validation accuracy of 0.97, and ends with
 the batch-size lesson: the same training with larger batches, as a figure.
 
 Source: Zhang et al., "Dive into Deep Learning", section 13.5, Training on Multiple GPUs.

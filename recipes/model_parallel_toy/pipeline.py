@@ -1,6 +1,5 @@
 """A process a stage: torch.distributed.pipelining, and what it leaves to its user."""
 
-import json
 import socket
 import time
 from functools import partial
@@ -20,6 +19,7 @@ from common.errors import InputError
 from common.figure import save_figure
 from common.group import gather_to_rank_0
 from common.measure import synchronize
+from common.record import write_json
 
 
 class TimedStage(PipelineStage):
@@ -165,7 +165,7 @@ class Pipeline(nn.Module):
             for entry in noted
         ]
         if work:
-            (folder / "timeline.json").write_text(json.dumps(work, indent=2) + "\n")
+            write_json(folder / "timeline.json", work)
             save_figure(folder / "timeline.png", partial(plot_timeline, work))
 
 

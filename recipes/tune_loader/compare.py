@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,4 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Samples/s by number of processes."""
-    found = result["sweep"]
-    by_number = {kind: {int(n): v for n, v in s.items()}
-                 for kind, s in found["samples_per_s"].items()}  # fmt: skip
-    save_figure(path, lambda axes: plot({**found, "samples_per_s": by_number}, axes))
+    save_figure(path, partial(plot, result["sweep"]))

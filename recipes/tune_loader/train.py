@@ -30,13 +30,12 @@ if __package__ in (None, ""):  # started as a file: the repository is not on the
 import torch
 
 from common.data import DataOptions, load_data
-from common.errors import InputError
 from common.figure import save_figure
 from common.group import choose_device, process_group
 from common.loader_tuning import counts, done, recommend, samples_per_s
 from common.manifest import describe_run
 from common.ranks import Ranks
-from common.record import flatten, log, new_folder, progress_bar, set_up_logs, write_json
+from common.record import flatten, log, progress_bar, result_folder, set_up_logs, write_json
 from common.stream import GlobalBatches
 from recipes import cli
 
@@ -144,14 +143,8 @@ def train(config: Config, ranks: Ranks) -> None:
     device = choose_device(options.device, ranks)
     why = " (no GPU visible)" if (options.device, device.type) == ("auto", "cpu") else ""
     log.info(f"{NAME}: batches go to device {device.type}{why}")
-    folder = options.output_dir or new_folder(Path("runs") / NAME)
-    if (folder / "loader.json").exists():
-        raise InputError(f"{folder} holds a result already: choose another --output-dir")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "config.json", flatten(config))
-    except OSError as error:
-        raise InputError(f"--output-dir {folder} cannot be written: {error}") from error
+    folder = result_folder(options.output_dir, NAME, "loader")
+    write_json(folder / "config.json", flatten(config))
     torch.set_num_threads(1)
     with process_group(ranks, device, "auto", 600):
         found, fingerprint = sweep(config, device)
