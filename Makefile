@@ -18,7 +18,7 @@ LAUNCH = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) \
 	$(if $(MASTER_PORT),--master-port $(MASTER_PORT))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-slow check bench gpu-check format diff-ddp tensorboard venv venv-dev lock clean
+.PHONY: help run test test-slow test-slurm slurm-check check bench gpu-check format diff-ddp tensorboard venv venv-dev lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,12 @@ test: $(INSTALLED_DEV) ## Run the tests (laws, command lines, faults)
 
 test-slow: $(INSTALLED_DEV) ## Run the slow tests (each recipe's default run to its end)
 	@$(PYTHON) -m pytest -m slow $(ARGS)
+
+test-slurm: $(INSTALLED_DEV) ## Run the tests on a real Slurm cluster of four nodes, started here (root)
+	@$(PYTHON) -m pytest -m slurm tests/slurm $(ARGS)
+
+slurm-check: $(INSTALLED) ## Check a Slurm site before a long run: directives, two nodes' network and clocks
+	@PYTHON=$(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON)) slurm/check.sh $(ARGS)
 
 check: $(INSTALLED_DEV) ## Lint, formatting, types
 	@$(PYTHON) -m ruff check .

@@ -18,6 +18,9 @@ class InputError(ValueError):
     what one rank alone finds is shared by `common.group.agreed`.
     """
 
+    agreed = False
+    """Every rank has raised it: rank 0 alone shows it."""
+
 
 class TrainingError(RuntimeError):
     """Training cannot go on; says what happened and what to do about it."""

@@ -37,12 +37,18 @@ def choose_device(device: str, ranks: Ranks, visible_gpus: int | None = None) ->
         visible_gpus: GPUs this process sees; counted where None.
 
     Raises:
-        InputError: cuda without a GPU, or more processes on this host than GPUs.
+        InputError: cuda without a GPU, auto without one in a Slurm job that was given some, or
+            more processes on this host than GPUs.
     """
     if device == "cpu":
         return torch.device("cpu")
     gpus = torch.cuda.device_count() if visible_gpus is None else visible_gpus
     if gpus == 0:
+        granted = {"SLURM_STEP_GPUS", "SLURM_JOB_GPUS"} & set(os.environ)
+        if device == "auto" and granted:
+            raise InputError("Slurm gave this job GPUs, but torch sees none: check the driver "
+                             "(srun nvidia-smi) and that the environment is of a CUDA stack that "
+                             "it knows, or give --device cpu to train without")  # fmt: skip
         if device == "auto":
             return torch.device("cpu")
         raise InputError("--device cuda, but this process sees no GPU: give --device cpu, or check "
@@ -188,7 +194,7 @@ def _connect(ranks: Ranks, timeout_s: float) -> dist.Store:
         )
         # torchrun's agent keeps its store when it restarts the ranks (static rendezvous), and
         # env:// would then meet the addresses of the dead.
-        return dist.PrefixStore(f"attempt_{ranks.attempt}", store)
+        return dist.PrefixStore(f"session_{ranks.session}", store)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):
             raise InputError(
@@ -329,7 +335,7 @@ def agreed() -> Iterator[None]:
     if is_input:
         where = "" if rank == 0 else f"rank {rank}: "
         shared = InputError(f"{where}{message}")
-        shared.agreed = True  # type: ignore[attr-defined]  # rank 0 alone shows it
+        shared.agreed = True
         raise shared from error
     if error is not None:
         raise error

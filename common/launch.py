@@ -129,8 +129,6 @@ def launch(
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(nnodes * nproc),
             "LOCAL_WORLD_SIZE": str(nproc),
-            # A host without reverse names is warned of at every connection.
-            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
             "MASTER_ADDR": master_addr,
             "MASTER_PORT": str(port),
             "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")])),
@@ -281,7 +279,7 @@ def report(error: Exception, ranks: Ranks) -> int:
             except OSError:  # a full /tmp must not hide what happened
                 print(trace + line, file=sys.stderr, flush=True)
     elif isinstance(error, InputError):
-        if ranks.rank == 0 if getattr(error, "agreed", False) else ranks.local_rank == 0:
+        if ranks.rank == 0 if error.agreed else ranks.local_rank == 0:
             print(line, file=sys.stderr, flush=True)
     elif not isinstance(error, PeerError):
         print(trace + line, file=sys.stderr, flush=True)

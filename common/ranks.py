@@ -32,8 +32,9 @@ class Ranks:
     """TCP port of rank 0's store; 0 where the run is one process and needs none."""
     agent_store: bool = False
     """The launcher itself serves the store (torchrun): no rank may start another."""
-    attempt: int = 0
-    """How often the agent has restarted its ranks: what earlier ones left in its store is stale."""
+    session: str = "0"
+    """What the ranks of one start have in common, and those of no other run or restart: keys in a
+    store begin with it, so that neither what was left there nor a stranger is taken for a peer."""
     listen_fd: int | None = None
     """A listening socket that the launcher bound for rank 0, so that no port is lost in between."""
 
@@ -142,7 +143,7 @@ def _from_torchrun(env: Mapping[str, str], local_rank_argument: int | None) -> R
         env.get("MASTER_ADDR", "127.0.0.1"),
         _port(env, launcher, world_size),
         env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        env.get("TORCHELASTIC_RESTART_COUNT", "0"),
         int(fd) if fd is not None and rank == 0 else None,
     )
 
@@ -160,6 +161,7 @@ def _from_mpi(env: Mapping[str, str], launcher: str, prefix: str, job_id: str) -
             "mpirun over several hosts does not tell rank 0's address: "
             "add -x MASTER_ADDR=HOST_OF_RANK_0 -x MASTER_PORT=29500"
         )
+    job = env.get(job_id) or env.get("PMIX_NAMESPACE")
     return Ranks(
         _number(env, prefix.format("RANK"), launcher),
         _number(env, local_rank, launcher),
@@ -167,7 +169,7 @@ def _from_mpi(env: Mapping[str, str], launcher: str, prefix: str, job_id: str) -
         local_world_size,
         launcher,
         env.get("MASTER_ADDR", "127.0.0.1"),
-        _port(env, launcher, world_size, env.get(job_id) or env.get("PMIX_NAMESPACE")),
+        _port(env, launcher, world_size, zlib.crc32(job.encode()) if job else None),
     )
 
 
@@ -191,6 +193,10 @@ def _from_slurm(env: Mapping[str, str]) -> Ranks:
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
     if "MASTER_ADDR" not in env and not nodes:
         raise InputError("Slurm set no SLURM_STEP_NODELIST: give MASTER_ADDR yourself")
+    job, step, restart = (
+        _number(env, name, "slurm") if name in env else 0
+        for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    )
     return Ranks(
         _number(env, "SLURM_PROCID", "slurm"),
         _number(env, "SLURM_LOCALID", "slurm"),
@@ -198,15 +204,18 @@ def _from_slurm(env: Mapping[str, str]) -> Ranks:
         per_node[node_rank] if node_rank < len(per_node) else world_size,
         "slurm",
         env.get("MASTER_ADDR") or first_host(nodes),
-        _port(env, "slurm", world_size, f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}"),
+        # Jobs that run at one time have ids close together, array tasks too: none of a few
+        # thousand neighbours shares a port, where a hash would let some two of them meet.
+        _port(env, "slurm", world_size, job + 2003 * step + 503 * restart),
+        session=f"{job}.{step}.{restart}",
     )
 
 
-def _port(env: Mapping[str, str], launcher: str, world_size: int, job: str | None = None) -> int:
-    """The user's port, else the one Slurm reserved for the step, else one derived from the job.
+def _port(env: Mapping[str, str], launcher: str, world_size: int, number: int | None = None) -> int:
+    """The user's port, else the one Slurm reserved for the step, else one from the job's number.
 
-    A derived port lies in 15000..29999, below the range the kernel hands out by itself; array
-    tasks and steps have ids of their own and so ports of their own. Rank 0 checks it by binding.
+    A derived port lies in 15000..29999, below the range the kernel hands out by itself. Rank 0
+    checks it by binding.
     """
     if env.get("MASTER_PORT"):
         port = _number(env, "MASTER_PORT", launcher)
@@ -215,8 +224,8 @@ def _port(env: Mapping[str, str], launcher: str, world_size: int, job: str | Non
         return port
     if reserved := re.match(r"\d+", env.get("SLURM_STEP_RESV_PORTS", "")):
         return int(reserved[0])
-    if job is not None:
-        return 15000 + zlib.crc32(job.encode()) % 15000
+    if number is not None:
+        return 15000 + number % 15000
     if world_size == 1:
         return 0
     raise InputError(f"{launcher} set no MASTER_PORT: set it to a free port of rank 0's host")

@@ -136,11 +136,12 @@ def run(name: str, arguments: Sequence[str]) -> None:
 
 def renew(name: str, arguments: Sequence[str]) -> None:
     """`make bench`: into the recipe's results/ and README."""
-    comparison(name)  # refuses an unknown name
+    wanted = arguments[0] if arguments and arguments[0] in ("--redraw", "--default-run") else None
+    if wanted != "--default-run":
+        comparison(name)  # refuses an unknown name
     results = ROOT / "recipes" / name / "results"
     results.mkdir(exist_ok=True)
     compared, ran = results / "comparison.json", results / "make_run.json"
-    wanted = arguments[0] if arguments and arguments[0] in ("--redraw", "--default-run") else None
     if wanted is None:
         write_json(compared, measure(name, arguments))
     if wanted != "--redraw":

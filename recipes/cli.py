@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.errors import InputError
+from common.errors import STATUS_FINISHED, InputError
 from common.launch import launch, report, run_rank
 from common.ranks import Ranks, resolve
 
@@ -50,6 +50,8 @@ class LaunchOptions:
     comparison.json in --output-dir. For recipes that have a compare.py."""
     compare_rounds: int = 3
     """How often --compare measures each alternative, in turn; the median counts."""
+    check: bool = False
+    """Check the options and end: with status 0, or 2 and a line that says what is wrong."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be started."""
@@ -98,8 +100,11 @@ def start(name: str, arguments: Sequence[str], processes: int | None = None) -> 
         ranks, arguments = _resolve(arguments)
         if ranks.launcher == "none" and not {"-h", "--help"} & set(arguments):
             options, rest = _split(arguments)
+            if int(os.environ.get("SLURM_NTASKS", 1)) > 1:
+                print("warning: in a Slurm job of several tasks but not started by srun: the ranks "
+                      "are those of this host only", file=sys.stderr)  # fmt: skip
             nproc = processes // options.nnodes if processes else options.processes
-            if options.nnodes * nproc > 1 and not options.compare:
+            if options.nnodes * nproc > 1 and not (options.compare or options.check):
                 command, address = ["-m", "recipes", name, *rest], options.address or "127.0.0.1"
                 return launch(command, nproc, options.nnodes, options.node_rank,
                               address, options.port)  # fmt: skip
@@ -133,6 +138,8 @@ def run(
     try:
         ranks, arguments = _resolve(arguments)
         options, config = parse(name, config_class, arguments)
+        if options.check:
+            return STATUS_FINISHED
         if options.compare and ranks.world_size > 1:
             raise InputError("--compare starts what it measures itself: run it as one process")
         if options.compare:
@@ -153,6 +160,7 @@ def run(
         elif (wanted or options.nnodes * options.processes) > 1:
             return start(name, arguments, wanted)
     except InputError as error:
+        error.agreed = ranks.launcher == "slurm"  # srun gave every task this command line
         return report(error, ranks)
     return run_rank(lambda: train(config, ranks), ranks)
 
@@ -240,7 +248,8 @@ def _split(arguments: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
                          ("master-port", int), ("compare-rounds", int)):  # fmt: skip
         names = (f"--{option}", f"--{option.replace('-', '_')}")
         parser.add_argument(*dict.fromkeys(names), type=kind, default=argparse.SUPPRESS)
-    parser.add_argument("--compare", action="store_true", default=argparse.SUPPRESS)
+    for flag in ("--compare", "--check"):
+        parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS)
     try:
         known, rest = parser.parse_known_args(list(arguments))
         return LaunchOptions(**vars(known)), rest

@@ -81,14 +81,24 @@ def test_a_shell_of_the_job_is_no_task(step: str | None) -> None:
     assert resolve(env) == Ranks()
 
 
-def test_array_tasks_and_steps_have_ports_of_their_own() -> None:
-    ports = {
-        resolve({**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master_port
-        for job in range(100, 104)
-        for step in range(2)
-    }
-    assert len(ports) == 8
+def test_jobs_array_tasks_steps_and_restarts_have_ports_of_their_own() -> None:
+    """Not only probably: no two of what can run side by side on one node."""
+    ports = [
+        resolve({**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step),
+                 "SLURM_RESTART_COUNT": str(restart)}).master_port
+        for job in range(14_900, 15_400)
+        for step in range(3)
+        for restart in range(3)
+    ]  # fmt: skip
+    assert len(set(ports)) == len(ports)
     assert all(15000 <= port < 30000 for port in ports)
+
+
+def test_a_session_is_of_one_start_of_one_step() -> None:
+    again = {**SLURM, "SLURM_RESTART_COUNT": "1"}
+    other = {**SLURM, "SLURM_STEP_ID": "1"}
+    assert len({resolve(env).session for env in (SLURM, again, other)}) == 3
+    assert resolve({**SLURM, "SLURM_PROCID": "0"}).session == resolve(SLURM).session
 
 
 def test_the_steps_reserved_port_and_the_users_win() -> None:

@@ -1,0 +1,517 @@
+"""The shipped files on a real cluster: every way to submit, every way to be interrupted."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT, Recipe, Result, need, wait_for
+from tests.slurm.cluster import Cluster
+
+pytestmark = pytest.mark.slurm
+
+EVERY = 10  # steps between two snapshots
+OPTIONS = ("--epochs", "12", "--snapshot-every", str(EVERY), "--log-every", "1")
+TWO_BY_TWO = ("--nodes", "2", "--ntasks-per-node", "2")
+FILES = ("train", "torchrun")
+
+# Python reads this before anything else: what a test must change inside a rank.
+_SITECUSTOMIZE = """\
+import os, time
+rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
+if "SLURM_STEP_ID" in os.environ and ("FAIL_AT" in os.environ or "STEP_S" in os.environ):
+    from common.loop import Loop
+    after_step = Loop.after_step
+    def changed(self, loss):
+        after_step(self, loss)
+        time.sleep(float(os.environ.get("STEP_S", 0)))
+        if rank == "3" and self.state.step == int(os.environ.get("FAIL_AT", -1)):
+            raise RuntimeError("a bug of this test")
+    Loop.after_step = changed
+"""
+
+_PROBE = """\
+import json, os, socket
+from common.group import choose_device
+from common.ranks import resolve
+ranks = resolve()
+visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+gpus = len(visible.split(",")) if visible else 0
+device = choose_device("cuda", ranks, gpus).index if gpus else None
+print(json.dumps(["probe", ranks.launcher, ranks.rank, ranks.local_rank, ranks.world_size,
+                  ranks.local_world_size, ranks.master_addr, socket.gethostname(), visible,
+                  device]), flush=True)
+"""
+
+
+@dataclass
+class Job:
+    """A job and what it leaves."""
+
+    cluster: Cluster
+    job_id: str
+    log: Path
+    run: Path
+
+    @property
+    def info(self) -> dict[str, str]:
+        return self.cluster.job(self.job_id)
+
+    @property
+    def step(self) -> int:
+        """The last step in the run's metrics."""
+        path = self.run / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return int(json.loads(lines[-1])["step"]) if lines else 0
+
+    @property
+    def snapshots(self) -> list[int]:
+        return sorted(int(path.name[5:13]) for path in (self.run / "snapshots").glob("step_*.pt"))
+
+    def ended(self, timeout_s: float = 120) -> dict[str, str]:
+        """Wait until Slurm has nothing more to do for the job."""
+
+        def done() -> dict[str, str] | None:
+            info = self.info
+            alive = info["JobState"] in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED")
+            return None if alive else info
+
+        try:
+            found: dict[str, str] = wait_for(done, timeout_s)
+        except AssertionError:
+            raise AssertionError(f"{self.info}\n{self.said}") from None
+        return found
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    @property
+    def result(self) -> Result:
+        info = self.ended()
+        return Result(int(info["ExitCode"].split(":")[0]), self.said, self.said, self.run)
+
+
+@dataclass
+class Submitter:
+    """Submits jobs into a folder of the test's own; ends what still runs at its end."""
+
+    cluster: Cluster
+    folder: Path
+
+    def __call__(
+        self,
+        file: str | Path,
+        *arguments: str | Path,
+        sbatch: tuple[str, ...] = TWO_BY_TWO,
+        env: Mapping[str, str] | None = None,
+        name: str = "job",
+    ) -> Job:
+        """Submit train, torchrun or a script of the test's."""
+        path = ROOT / "slurm" / f"{file}.sbatch" if isinstance(file, str) else file
+        log = self.folder / f"{name}.log"
+        done = self.cluster.run(
+            "sbatch", "--parsable", "--output", log, *sbatch, path, *arguments,
+            env={"RUNS": str(self.folder / "all runs"), **(env or {})}, cwd=self.folder,
+        )  # fmt: skip
+        job_id = done.stdout.strip()
+        recipe = str(arguments[0]) if arguments else "none"
+        run = self.folder / "all runs" / recipe / f"slurm-{job_id}"
+        return Job(self.cluster, job_id, log, run)
+
+    def script(self, text: str) -> Path:
+        """A batch script of the test's own."""
+        path = self.folder / "script.sh"
+        path.write_text(f"#!/bin/bash\nexport PYTHONPATH={ROOT}\n{text}\n")
+        return path
+
+    def patch(self, **env: str) -> dict[str, str]:
+        """Environment in which ranks fail or take their time."""
+        (self.folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
+        return {"PYTHONPATH": f"{ROOT}:{self.folder}", **env}
+
+
+@pytest.fixture
+def submit(cluster: Cluster, tmp_path: Path) -> Iterator[Submitter]:
+    yield Submitter(cluster, tmp_path)
+    cluster.run("scancel", "--user", "root")
+    wait_for(lambda: not cluster.run("squeue", "--noheader").stdout.strip())
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Result]:
+    """`make run NPROC=4`, which every job must equal."""
+    need("make")
+    runner = Recipe(tmp_path_factory.mktemp("reference"))
+    folder = runner.tmp_path / "run"
+    arguments = " ".join([*OPTIONS, "--output-dir", str(folder)])
+    process = runner.start("make", "-C", ROOT, "run", f"PYTHON={sys.executable}",
+                           "RECIPE=ddp_launch", "NPROC=4", f"ARGS={arguments}")  # fmt: skip
+    yield runner.finish(process, folder).assert_ok()
+    runner.stop()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_two_nodes_with_two_tasks_each(submit: Submitter, reference: Result, file: str) -> None:
+    job = submit(file, "ddp_launch", *OPTIONS)
+    assert job.result.assert_ok().sha == reference.sha
+    assert "error" not in job.said.lower()
+    manifest = json.loads((job.run / "manifest.json").read_text())
+    assert manifest["hosts"] == ["n1", "n2"]
+
+
+def submit_py(submit: Submitter, *options: str) -> "subprocess.CompletedProcess[str]":
+    return submit.cluster.run(
+        sys.executable, ROOT / "slurm" / "submit.py", "ddp_launch", "--runs", submit.folder,
+        *options, cwd=submit.folder, check=False,
+    )  # fmt: skip
+
+
+def submitted(submit: Submitter, said: str) -> Job:
+    job_id, run, log = re.findall(r"(?m)^(?:job|  results|  log) +(.+)$", said)[:3]
+    return Job(submit.cluster, job_id, Path(log), Path(run))
+
+
+def test_submitit(submit: Submitter, reference: Result) -> None:
+    done = submit_py(submit, *TWO_BY_TWO[:2], "--tasks-per-node", "2", "--follow", "--", *OPTIONS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = submitted(submit, done.stdout)
+    assert job.result.assert_ok().sha == reference.sha
+    assert "world_size 4 (launcher: slurm)" in done.stdout
+    assert done.stdout.endswith(f"job {job.job_id} finished\n")
+    # --dry-run shows the file that is submitted, and Slurm accepts it.
+    dry = submit_py(submit, *TWO_BY_TWO[:2], "--tasks-per-node", "2", "--dry-run", "--", *OPTIONS)
+    (file,) = (submit.folder / "ddp_launch" / "submitit").glob("*_submission.sh")
+    assert dry.stdout.strip() == file.read_text().strip()
+    submit.cluster.run("sbatch", "--test-only", file)
+
+
+def test_submitit_goes_on_after_a_signal(submit: Submitter, reference: Result) -> None:
+    done = submit_py(submit, *TWO_BY_TWO[:2], "--tasks-per-node", "2", "--", *OPTIONS)
+    assert done.returncode == 0, done.stderr
+    job = submitted(submit, done.stdout)
+    wait_for(lambda: job.step > 60)
+    submit.cluster.run("scancel", "--signal=USR2", job.job_id)
+    assert job.result.assert_ok().sha == reference.sha, job.said
+    assert job.info["Restarts"] == "1"
+    assert "Calling checkpoint method" in job.said
+
+
+def requeue(cluster: Cluster, job: Job) -> None:
+    cluster.run("scontrol", "requeue", job.job_id)
+
+
+def preempt(cluster: Cluster, job: Job) -> None:
+    cluster.run("sbatch", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null",
+                "--wrap=sleep 1")  # fmt: skip
+
+
+def signal_tasks(cluster: Cluster, job: Job) -> None:
+    cluster.run("scancel", "--signal=USR2", job.job_id)
+
+
+def signal_batch_script(cluster: Cluster, job: Job) -> None:
+    cluster.run("scancel", "--batch", "--signal=USR2", job.job_id)
+
+
+def signal_all(cluster: Cluster, job: Job) -> None:
+    cluster.run("scancel", "--full", "--signal=USR2", job.job_id)
+
+
+def power_cut(cluster: Cluster, job: Job) -> None:
+    cluster.power_off("n2")
+    wait_for(lambda: "down" in cluster.run("sinfo", "-h", "-n", "n2", "-o", "%T").stdout)
+    cluster.power_on("n2")
+
+
+@dataclass
+class Interrupted:
+    """How a job went on."""
+
+    result: Result
+    restarts: int
+    repeated_steps: int
+
+
+def interrupt(
+    job: Job, how: Callable[[Cluster, Job], None], reference: Result, timeout_s: float = 180
+) -> Interrupted:
+    """Interrupt a job between two snapshots, and wait for its end with no further hand."""
+    wait_for(lambda: job.step >= 65)
+    how(job.cluster, job)
+    reached = 0
+
+    def again() -> bool:
+        nonlocal reached
+        reached = max(reached, job.step)
+        return job.info["JobState"] == "RUNNING" and int(job.info["Restarts"]) > 0
+
+    wait_for(again, timeout_s)
+    info = job.ended(timeout_s)
+    result = job.result.assert_ok()
+    assert result.sha == reference.sha, job.said
+    assert result.losses == reference.losses
+    repeated = reached - result.summary["resumed_from"]
+    print(f"{how.__name__}: step {reached} reached, {repeated} steps done again")
+    return Interrupted(result, int(info["Restarts"]), repeated)
+
+
+@pytest.mark.parametrize(
+    "how", [signal_tasks, signal_batch_script, signal_all, preempt, requeue, power_cut]
+)
+def test_an_interrupted_job_ends_with_the_same_weights(
+    submit: Submitter, reference: Result, how: Callable[[Cluster, Job], None]
+) -> None:
+    job = submit("train", "ddp_launch", *OPTIONS, sbatch=(*TWO_BY_TWO, "--nodelist=n[1-2]"))
+    went = interrupt(job, how, reference)
+    assert went.restarts == 1
+    if how is power_cut:  # nobody was told
+        assert 0 <= went.repeated_steps <= EVERY
+    else:
+        assert went.repeated_steps == 0
+
+
+@pytest.mark.parametrize("how", [signal_tasks, requeue])
+def test_torchrun_goes_on_too(
+    submit: Submitter, reference: Result, how: Callable[[Cluster, Job], None]
+) -> None:
+    assert interrupt(submit("torchrun", "ddp_launch", *OPTIONS), how, reference).restarts == 1
+
+
+def test_torchrun_starts_a_killed_rank_again(submit: Submitter, reference: Result) -> None:
+    job = submit("torchrun", "ddp_launch", *OPTIONS)
+    wait_for(lambda: job.step > 60)
+    submit.cluster.run("srun", "--overlap", "--jobid", job.job_id, "-n1", "-N1", "--nodelist=n2",
+                       "pkill", "-KILL", "--newest", "-f", f"slurm-{job.job_id} --epochs",
+                       check=False)  # fmt: skip
+    result = job.result.assert_ok()
+    assert result.sha == reference.sha
+    assert result.summary["resumed_from"] >= 50
+    assert job.info["Restarts"] == "0"
+
+
+@pytest.mark.slow
+def test_a_real_time_limit(submit: Submitter, reference: Result) -> None:
+    job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.6"),
+                 sbatch=(*TWO_BY_TWO, "--time=1", "--signal=USR2@40"))  # fmt: skip
+    went = interrupt(job, lambda *_: None, reference, 280)
+    assert went.repeated_steps == 0
+    assert went.restarts >= 1
+
+
+def test_a_cancelled_job_saves_and_stays_cancelled(submit: Submitter) -> None:
+    job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.02"))
+    wait_for(lambda: job.step > 60)
+    submit.cluster.run("scancel", job.job_id)
+    assert job.ended()["JobState"] == "CANCELLED"
+    assert job.snapshots[-1] >= job.step - 1, "saved where it stopped, not at the last interval"
+    assert job.snapshots[-1] % EVERY
+
+
+def test_where_requeue_is_refused_the_log_says_how_to_go_on(
+    submit: Submitter, reference: Result
+) -> None:
+    job = submit("train", "ddp_launch", *OPTIONS, sbatch=(*TWO_BY_TWO, "--no-requeue"))
+    wait_for(lambda: job.step > 60)
+    submit.cluster.run("scancel", "--signal=USR2", job.job_id)
+    assert job.result.status == 75
+    (command,) = re.findall(r"to go on from snapshot step_\S+: (sbatch .+)", job.said)
+    again = submit.cluster.run("bash", "-c", f"{command.replace('sbatch', 'sbatch --parsable', 1)}",
+                               cwd=submit.folder).stdout.strip()  # fmt: skip
+    second = Job(submit.cluster, again, submit.folder / f"slurm-{again}.out", job.run)
+    assert second.result.assert_ok().sha == reference.sha
+    assert second.result.summary["resumed_from"] >= 60
+
+
+def test_restarts_without_progress_end(submit: Submitter) -> None:
+    """A loss that is not finite right after a snapshot, again and again."""
+    env = {"MAX_RESTARTS": "1"}
+    job = submit("train", "ddp_launch", "--lr", "1e6", "--snapshot-every", "1", "--log-every", "1",
+                 env=env)  # fmt: skip
+    info = job.ended()
+    assert (info["JobState"], info["ExitCode"], info["Restarts"]) == ("FAILED", "1:0", "1")
+    assert "error: 1 restarts in a row without a new snapshot" in job.said
+    assert job.said.count("the loss is not finite on rank 0, 1, 2, 3") == 2
+
+
+def test_a_failing_rank_ends_the_job_and_is_named(submit: Submitter) -> None:
+    job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(FAIL_AT="5"))
+    info = job.ended(60)
+    assert (info["JobState"], info["ExitCode"], info["Restarts"]) == ("FAILED", "1:0", "0")
+    assert re.search(r"(?m)^error: rank 3 on n2: a bug of this test$", job.said)
+
+
+WRONG = {
+    "recipe": (("ddp_lunch",), {}, (), "no recipe 'ddp_lunch'"),
+    "option": (("ddp_launch", "--epocs", "3"), {}, (), "--epocs"),
+    "value": (("ddp_launch", "--global-batch-size", "97"), {}, (), "97"),
+    "environment": (("ddp_launch",), {"PYTHON": "/no/python"}, (), "no environment"),
+    "folder": (("ddp_launch", "--output-dir", "/proc/no"), {}, (), "cannot be written"),
+    "too many tasks": (("ddp_launch",), {}, ("--gpus-per-node=1",), "2 ranks a node, but 1 GPUs"),
+    "too few tasks": (
+        ("ddp_launch",), {}, ("--gpus-per-node=2", "--ntasks-per-node=1"), "1 ranks a node, but 2",
+    ),
+    "GPUs that torch does not see": (
+        ("ddp_launch",), {}, ("--gpus-per-node=2",), "but torch sees none",
+    ),
+    "container": (("ddp_launch",), {"CONTAINER": "docker:x"}, (), "CONTAINER must be"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_at_the_start(submit: Submitter, what: str) -> None:
+    arguments, env, sbatch, expected = WRONG[what]
+    job = submit("train", *arguments, env=env, sbatch=("--nodes=2", "--ntasks-per-node=2", *sbatch))
+    info = job.ended(60)
+    assert (info["JobState"], info["ExitCode"], info["Restarts"]) == ("FAILED", "2:0", "0"), (
+        job.said
+    )
+    errors = re.findall("(?m)^error: .*$", job.said)
+    assert expected in errors[0]
+    assert len(errors) == (2 if what.startswith("GPUs that") else 1), job.said  # a line a host
+
+
+@pytest.mark.parametrize("what", ["recipe", "option"])
+def test_wrong_at_the_start_of_torchrun(submit: Submitter, what: str) -> None:
+    arguments, _, _, expected = WRONG[what]
+    job = submit("torchrun", *arguments)
+    assert job.ended(60)["ExitCode"] == "2:0"
+    (error,) = re.findall("(?m)^error: .*$", job.said)
+    assert expected in error
+
+
+def test_an_array_on_one_node_shares_no_port(submit: Submitter) -> None:
+    options = ("--epochs", "4")
+    array = submit("train", "ddp_launch", *options, name="%a",
+                   sbatch=("--array=0-3", "--ntasks-per-node=2", "--nodelist=n3"))  # fmt: skip
+    jobs = [
+        Job(submit.cluster, f"{array.job_id}_{task}", submit.folder / f"{task}.log",
+            Path(f"{array.run}_{task}"))
+        for task in range(4)
+    ]  # fmt: skip
+    assert len({job.result.assert_ok().sha for job in jobs}) == 1
+    started = [job.info["StartTime"] for job in jobs]
+    assert all(job.info["EndTime"] > max(started) for job in jobs), "not at the same time"
+
+
+def test_two_steps_side_by_side_share_no_port(submit: Submitter) -> None:
+    step = (f"srun --exact --ntasks=2 {sys.executable} -m recipes ddp_launch --epochs 4 "
+            "--output-dir")  # fmt: skip
+    job = submit(submit.script(f"{step} a & first=$!\n{step} b & wait $first && wait $!"),
+                 sbatch=("--ntasks=4", "--nodes=1"))  # fmt: skip
+    assert job.ended()["ExitCode"] == "0:0", job.said
+    for name in "ab":
+        assert json.loads((submit.folder / name / "summary.json").read_text())["world_size"] == 2
+
+
+def probes(text: str) -> list[list[Any]]:
+    lines = [line for line in text.splitlines() if line.startswith('["probe"')]
+    return sorted(json.loads(line)[1:] for line in lines)
+
+
+def test_ranks_and_devices_of_every_kind_of_step(submit: Submitter) -> None:
+    (submit.folder / "probe.py").write_text(_PROBE)
+    python = f"{sys.executable} {submit.folder}/probe.py"
+    job = submit(
+        submit.script(
+            f"srun {python} > all\nsrun -N1 -n1 -w n2 {python} > one\n{python} > shell\n"
+            f"srun --gpus-per-task=1 {python} > isolated\n"
+            f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 probe.py > torchrun"
+        ),
+        sbatch=(*TWO_BY_TWO, "--gpus-per-node=2", "--nodelist=n[1-2]"),
+    )
+    job.ended()
+
+    def read(name: str) -> list[list[Any]]:
+        return probes((submit.folder / name).read_text())
+
+    assert read("all") == [
+        ["slurm", rank, rank % 2, 4, 2, "n1", f"n{rank // 2 + 1}", "0,1", rank % 2]
+        for rank in range(4)
+    ]
+    assert read("isolated") == [
+        ["slurm", rank, rank % 2, 4, 2, "n1", f"n{rank // 2 + 1}", str(rank % 2), 0]
+        for rank in range(4)
+    ]
+    assert read("one") == [["slurm", 0, 0, 1, 1, "n2", "n2", "0,1", 0]]
+    assert read("shell") == [["none", 0, 0, 1, 1, "127.0.0.1", "n1", "0,1", 0]]
+    assert [line[:5] for line in read("torchrun")] == [
+        ["torchrun", 0, 0, 2, 2],
+        ["torchrun", 1, 1, 2, 2],
+    ]
+
+
+def test_without_srun_and_by_torchrun_in_an_allocation(submit: Submitter) -> None:
+    options = ("--epochs", "1", "--device", "cpu", "--output-dir")
+    bare = submit(
+        submit.script(f"{sys.executable} -m recipes ddp_launch {' '.join(options)} bare"),
+        sbatch=TWO_BY_TWO,
+    ).result.assert_ok()
+    assert "world_size 2 (launcher: recipes)" in bare.stdout
+    assert "not started by srun: the ranks are those of this host only" in bare.stdout
+    done = submit.cluster.run(
+        "salloc", "--ntasks=2", sys.executable, "-m", "torch.distributed.run",
+        "--nproc-per-node=2", "-m", "recipes.ddp_launch.train", *options, "torchrun",
+        cwd=submit.folder, env={"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert "world_size 2 (launcher: torchrun)" in done.stdout
+
+
+def test_arguments_reach_the_recipe_untouched(submit: Submitter) -> None:
+    folder = submit.folder / "a 'quoted' \"folder\" $HOME"
+    job = submit("train", "ddp_launch", "--epochs", "1", "--output-dir", folder,
+                 sbatch=("--ntasks-per-node=2",))  # fmt: skip
+    assert job.ended()["ExitCode"] == "0:0", job.said
+    assert (folder / "summary.json").exists()
+    assert not job.run.exists()
+
+
+def test_slurm_accepts_every_directive(cluster: Cluster) -> None:
+    files = sorted((ROOT / "slurm").glob("*.sbatch"))
+    assert len(files) >= 2
+    for file in files:
+        cluster.run("sbatch", "--test-only", file)
+        assert not re.search(r"(?m)^# +SBATCH", file.read_text()), "a comment, not a directive"
+
+
+def stub(folder: Path, name: str, text: str) -> dict[str, str]:
+    """A program of that name first on the job's PATH."""
+    path = folder / "stubs" / name
+    path.parent.mkdir()
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+    return {"PATH": f"{path.parent}:{os.environ['PATH']}"}
+
+
+def test_the_command_line_of_apptainer(submit: Submitter) -> None:
+    """No apptainer here: a stand-in notes its words, then runs what follows the image."""
+    path = stub(submit.folder, "apptainer", (
+        f'printf "%s\\n" "$@" > {submit.folder}/words.$SLURM_PROCID; shift 5; [ $1 = python ]; '
+        f'shift; PYTHONPATH={ROOT} exec {sys.executable} "$@"'
+    ))  # fmt: skip
+    env = {"CONTAINER": "apptainer:/images/recipes.sif", "MOUNTS": "/data:/data", **path}
+    job = submit("train", "ddp_launch", "--epochs", "1", env=env)
+    assert job.result.assert_ok().summary["world_size"] == 4
+    words = (submit.folder / "words.3").read_text().splitlines()
+    assert words[:6] == ["exec", "--nv", "--bind", f"{job.run},/data:/data",
+                         "/images/recipes.sif", "python"]  # fmt: skip
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_command_line_of_pyxis(submit: Submitter, file: str) -> None:
+    """srun knows --container-image where pyxis is installed only: a stand-in notes its words."""
+    path = stub(submit.folder, "srun", f'printf "%s\\n" "$@" > {submit.folder}/words')
+    env = {"CONTAINER": "pyxis:registry#recipes:1", **path}
+    job = submit(file, "ddp_launch", "--epochs", "1", env=env)
+    assert job.ended()["ExitCode"] == "0:0", job.said
+    words = (submit.folder / "words").read_text().splitlines()
+    assert "--container-image=registry#recipes:1" in words
+    assert f"--container-mounts={job.run}:{job.run}" in words
+    assert words[words.index("--no-container-entrypoint") + 1 :][:2] == ["python", "-P"]
