@@ -120,8 +120,8 @@ def process_group(
 ) -> Iterator[None]:
     """Join the run's process group, and leave it by a clean end.
 
-    A world of one gets a group too, so that a recipe has one code path. After an exception the
-    group is left as it is: peers may be gone, and the launcher ends them.
+    A world of one gets a group too, so that a recipe has one code path. After a failure the group
+    is left as it is: peers may be gone, and the launcher ends them.
 
     Args:
         ranks: from `common.ranks.resolve`.
@@ -150,7 +150,9 @@ def process_group(
     try:
         yield
     except BaseException as error:
-        if isinstance(error, StopRequested):
+        if isinstance(error, InputError):
+            error.agreed = True  # what one rank alone finds goes through agreed()
+        if isinstance(error, StopRequested | InputError):
             _leave()
         raise
     # Rank 0 serves the store: nobody may still be asking it when it leaves.

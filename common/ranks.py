@@ -134,6 +134,7 @@ def _from_torchrun(env: Mapping[str, str], local_rank_argument: int | None) -> R
     if "LOCAL_WORLD_SIZE" in env:
         local_world_size = _number(env, "LOCAL_WORLD_SIZE", launcher)
     fd = env.get("RECIPES_LISTEN_FD")
+    agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Ranks(
         rank,
         local_rank,
@@ -142,8 +143,10 @@ def _from_torchrun(env: Mapping[str, str], local_rank_argument: int | None) -> R
         launcher,
         env.get("MASTER_ADDR", "127.0.0.1"),
         _port(env, launcher, world_size),
-        env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        env.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        agent_store,
+        # As torch's env:// does. A store of the ranks' own is new with every restart, and agents
+        # that were told of a failure elsewhere count fewer restarts than those that saw it.
+        env.get("TORCHELASTIC_RESTART_COUNT", "0") if agent_store else "0",
         int(fd) if fd is not None and rank == 0 else None,
     )
 

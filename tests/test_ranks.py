@@ -94,6 +94,13 @@ def test_jobs_array_tasks_steps_and_restarts_have_ports_of_their_own() -> None:
     assert all(15000 <= port < 30000 for port in ports)
 
 
+def test_restarts_are_counted_only_where_the_agents_store_outlives_them() -> None:
+    again = {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}
+    assert resolve(again).session != resolve(TORCHRUN).session
+    own = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+    assert resolve({**again, **own}).session == resolve({**TORCHRUN, **own}).session
+
+
 def test_a_session_is_of_one_start_of_one_step() -> None:
     again = {**SLURM, "SLURM_RESTART_COUNT": "1"}
     other = {**SLURM, "SLURM_STEP_ID": "1"}

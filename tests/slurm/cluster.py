@@ -150,11 +150,15 @@ class Cluster:
         self._daemons.append(self._popen(command, "munged"))
         wait_for(socket.exists, 10)
 
+    def network(self, host: str) -> str:
+        """The file of a host's network namespace."""
+        return f"/run/netns/{self._name}-{host}"
+
     def _inside(self, host: str) -> list[str]:
         """The words that run a command in a host's network, under its name and hosts file."""
         script = f'hostname {host}; mount --bind {self.folder}/hosts /etc/hosts; exec "$@"'
         # Not `ip netns exec`, which mounts a /sys without the cgroups that slurmd looks for.
-        return ["nsenter", f"--net=/run/netns/{self._name}-{host}", "unshare", "--uts", "--mount",
+        return ["nsenter", f"--net={self.network(host)}", "unshare", "--uts", "--mount",
                 "sh", "-c", script, "sh"]  # fmt: skip
 
     def _popen(self, command: Sequence[str | Path], log: str) -> "subprocess.Popen[bytes]":

@@ -35,6 +35,9 @@ if "SLURM_STEP_ID" in os.environ and ("FAIL_AT" in os.environ or "STEP_S" in os.
         if rank == "3" and self.state.step == int(os.environ.get("FAIL_AT", -1)):
             raise RuntimeError("a bug of this test")
     Loop.after_step = changed
+if os.environ.get("SLURMD_NODENAME") == os.environ.get("AHEAD", ""):
+    now = time.time
+    time.time = lambda: now() + 5
 """
 
 _PROBE = """\
@@ -288,9 +291,9 @@ def test_torchrun_goes_on_too(
 def test_torchrun_starts_a_killed_rank_again(submit: Submitter, reference: Result) -> None:
     job = submit("torchrun", "ddp_launch", *OPTIONS)
     wait_for(lambda: job.step > 60)
-    submit.cluster.run("srun", "--overlap", "--jobid", job.job_id, "-n1", "-N1", "--nodelist=n2",
-                       "pkill", "-KILL", "--newest", "-f", f"slurm-{job.job_id} --epochs",
-                       check=False)  # fmt: skip
+    kill = ("pkill", "-KILL", "--newest", "-f", f"slurm-{job.job_id} --epochs")
+    on_n2 = ("srun", "--overlap", "--jobid", job.job_id, "-n1", "-N1", "--nodelist=n2")
+    submit.cluster.run(*on_n2, *kill)
     result = job.result.assert_ok()
     assert result.sha == reference.sha
     assert result.summary["resumed_from"] >= 50
@@ -311,8 +314,8 @@ def test_a_cancelled_job_saves_and_stays_cancelled(submit: Submitter) -> None:
     wait_for(lambda: job.step > 60)
     submit.cluster.run("scancel", job.job_id)
     assert job.ended()["JobState"] == "CANCELLED"
-    assert job.snapshots[-1] >= job.step - 1, "saved where it stopped, not at the last interval"
-    assert job.snapshots[-1] % EVERY
+    (stopped,) = re.findall(r"stopped after step (\d+)", job.said)
+    assert job.snapshots[-1] == job.step == int(stopped)
 
 
 def test_where_requeue_is_refused_the_log_says_how_to_go_on(
@@ -338,7 +341,7 @@ def test_restarts_without_progress_end(submit: Submitter) -> None:
     info = job.ended()
     assert (info["JobState"], info["ExitCode"], info["Restarts"]) == ("FAILED", "1:0", "1")
     assert "error: 1 restarts in a row without a new snapshot" in job.said
-    assert job.said.count("the loss is not finite on rank 0, 1, 2, 3") == 2
+    assert job.said.count("is not finite") == 2
 
 
 def test_a_failing_rank_ends_the_job_and_is_named(submit: Submitter) -> None:
@@ -479,6 +482,44 @@ def test_slurm_accepts_every_directive(cluster: Cluster) -> None:
     for file in files:
         cluster.run("sbatch", "--test-only", file)
         assert not re.search(r"(?m)^# +SBATCH", file.read_text()), "a comment, not a directive"
+
+
+def test_make_slurm_check(submit: Submitter) -> None:
+    need("make")
+    done = submit.cluster.run(
+        "make", "-C", ROOT, "slurm-check", f"PYTHON={sys.executable}", "ARGS=--ntasks-per-node=2",
+        env={"RUNS": str(submit.folder)},
+    )  # fmt: skip
+    assert re.search(r"all ranks met \d+\.\d s after they were started", done.stdout)
+    assert re.search(r"3  n2 +eth0 +cpu", done.stdout), done.stdout
+    assert re.search(r"n2 +[\d,]+ +-?\d+\.\d+ ± \d+\.\d+ ms", done.stdout)
+    refused = submit.cluster.run(
+        "make", "-C", ROOT, "slurm-check", f"PYTHON={sys.executable}", "ARGS=--partition=none",
+        check=False, env={"RUNS": str(submit.folder)},
+    )  # fmt: skip
+    assert refused.returncode == 2
+    assert "invalid partition" in refused.stderr
+    assert re.search(r"(?m)^error: this site refuses slurm/\w+.sbatch", refused.stderr)
+
+
+def test_a_slow_link_and_a_wrong_clock_are_found(submit: Submitter) -> None:
+    need("tc")
+    inside = ["nsenter", f"--net={submit.cluster.network('n3')}", "tc", "qdisc"]
+    subprocess.run([*inside, "add", "dev", "eth0", "root", "tbf", "rate", "100mbit",
+                    "burst", "64kb", "latency", "100ms"], check=True)  # fmt: skip
+    try:
+        options = ("--largest", "4", "--rounds", "2")
+        job = submit("train", "check_network", *options, env=submit.patch(AHEAD="n3"),
+                     sbatch=("--nodes=3", "--nodelist=n[1-3]"))  # fmt: skip
+        info = job.ended()
+    finally:
+        subprocess.run([*inside, "del", "dev", "eth0", "root"], check=True)
+    links = json.loads((job.run / "network.json").read_text())["links_of_rank_0"]
+    # What n3 sends is limited to 12.5 MB/s, and what it gets is not.
+    assert links["n3"]["bytes_per_s"] < 2 * 12.5e6 < links["n2"]["bytes_per_s"]
+    assert abs(links["n3"]["clock_ahead_s"] - 5) <= links["n3"]["within_s"]
+    assert info["ExitCode"] == "1:0"
+    assert re.search(r"(?m)^error: rank 0 on n1: the clock of n3 is \+[45]\.\d+ s from", job.said)
 
 
 def stub(folder: Path, name: str, text: str) -> dict[str, str]:
