@@ -97,7 +97,7 @@ fi
 
 # Run a step; end the job by its status, or have it requeued to go on.
 supervise() {
-    local status step state refused
+    local status step state newest refused
     "$@" &
     step=$!
     # Where the batch script is warned and its tasks are not (scancel --batch): pass it on.
@@ -111,18 +111,19 @@ supervise() {
     ((status == 0 || status == 2)) && exit "$status"
     state=$(squeue --noheader --job "$job" --format %T)
     [[ $state == RUNNING ]] || exit "$status" # cancelled, or Slurm requeues it already
+    newest=$(newest_snapshot) # now: the requeue kills what this script starts after it
     if ((status != 75)); then
         # Before the first snapshot there is nothing to go on from: end, and let somebody look.
-        [[ $(newest_snapshot) != none ]] || exit 1
+        [[ $newest != none ]] || exit 1
         status=1
     fi
     (($(restarts_without_progress) < MAX_RESTARTS)) || no_progress
     if refused=$(scontrol requeue "$job" 2>&1); then
-        echo "job $job is requeued, to go on from snapshot $(newest_snapshot)"
+        echo "job $job is requeued, to go on from snapshot $newest"
         exit "$status"
     fi
     echo "stopped, and this site does not requeue ($refused); to go on from snapshot" \
-        "$(newest_snapshot): $(printf '%q ' sbatch --nodes="$SLURM_NNODES" \
+        "$newest: $(printf '%q ' sbatch --nodes="$SLURM_NNODES" \
             --ntasks-per-node="$tasks_per_node" --partition="$SLURM_JOB_PARTITION" \
             --time="$(squeue --noheader --job "$job" --format %l)" \
             ${SLURM_GPUS_PER_NODE:+--gpus-per-node="$SLURM_GPUS_PER_NODE"} \
