@@ -199,9 +199,14 @@ def _connect(ranks: Ranks, timeout_s: float) -> dist.Store:
         return dist.PrefixStore(f"session_{ranks.session}", store)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+            taken = f"port {port} on {socket.gethostname()} is in use: "
+            if "MASTER_PORT" not in os.environ:  # nobody chose it; a restarted job has another
+                raise TrainingError(
+                    f"{taken}start again, or set MASTER_PORT to a free one"
+                ) from error
             raise InputError(
-                f"port {port} on {socket.gethostname()} is in use: "
-                "give another MASTER_PORT (or --master-port), or none to have a free one chosen"
+                f"{taken}give another MASTER_PORT (or --master-port), or none to have a free one "
+                "chosen"
             ) from error
         raise _not_met(ranks, timeout_s) from error
     finally:

@@ -217,8 +217,8 @@ def _from_slurm(env: Mapping[str, str]) -> Ranks:
 def _port(env: Mapping[str, str], launcher: str, world_size: int, number: int | None = None) -> int:
     """The user's port, else the one Slurm reserved for the step, else one from the job's number.
 
-    A derived port lies in 15000..29999, below the range the kernel hands out by itself. Rank 0
-    checks it by binding.
+    A derived port lies in 15000..28999, below torchrun's 29500 and the range the kernel hands out
+    by itself. Rank 0 checks it by binding.
     """
     if env.get("MASTER_PORT"):
         port = _number(env, "MASTER_PORT", launcher)
@@ -228,7 +228,7 @@ def _port(env: Mapping[str, str], launcher: str, world_size: int, number: int | 
     if reserved := re.match(r"\d+", env.get("SLURM_STEP_RESV_PORTS", "")):
         return int(reserved[0])
     if number is not None:
-        return 15000 + number % 15000
+        return 15000 + number % 14000
     if world_size == 1:
         return 0
     raise InputError(f"{launcher} set no MASTER_PORT: set it to a free port of rank 0's host")

@@ -2,11 +2,13 @@
 
 import ast
 import difflib
+import os
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
 
-from common.errors import STATUS_BAD_INPUT
+from common.errors import STATUS_BAD_INPUT, STATUS_STOPPED, STOP_SIGNALS
 from common.launch import die_with_parent
 from recipes import cli
 
@@ -29,6 +31,8 @@ def recipes() -> dict[str, tuple[str, str]]:
 def main() -> int:
     """List the recipes, or run one."""
     die_with_parent()
+    for number in STOP_SIGNALS:  # before torch is imported, which can take a minute on a cluster
+        signal.signal(number, lambda *_: os._exit(STATUS_STOPPED))
     known = recipes()
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):

@@ -18,7 +18,7 @@ mkdir -p "$(dirname "$log")"
 : >"$log"
 echo "submitting; waiting for two nodes and then about a minute (the log is $log)"
 status=0
-sbatch --wait --nodes=2 --time=2 --no-requeue --output="$log" "$@" slurm/train.sbatch \
+sbatch --wait --nodes=2 --time=5 --signal=USR2@10 --no-requeue --output="$log" "$@" slurm/train.sbatch \
     check_network || status=$?
 cat "$log"
 exit "$status"

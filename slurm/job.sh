@@ -2,7 +2,7 @@
 # gpus_per_node, in_container and in_container_srun, refuses what cannot work, and has supervise.
 #
 # Variables of yours (sbatch passes the environment on):
-#   PYTHON        interpreter with torch; default .venv/bin/python, in a container python
+#   PYTHON        interpreter with torch; default .venv/bin/python (an image has its own)
 #   RUNS          folder of all runs, seen by every node; default runs/ in the repository
 #   CONTAINER     apptainer:FILE.sif or pyxis:IMAGE; default none
 #   MOUNTS        what the container sees beside the run's folder: FROM:TO,FROM:TO
@@ -18,6 +18,7 @@ fail() { # bad input: status 2, which is never requeued
 
 original=${original:-$0} # the reader's own file, where the user keeps it
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export SLURM_EXPORT_ENV=ALL # where sbatch was given --export, srun would pass on as little
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 MAX_RESTARTS=${MAX_RESTARTS:-3}
 # An array task's raw id can be that of the whole array.
@@ -36,8 +37,11 @@ for i in "${!options[@]}"; do # given by the user, it wins
     case ${options[i]} in
     --output[-_]dir=*) run=${options[i]#*=} ;;
     --output[-_]dir) run=${options[i + 1]:-} ;;
+    *) continue ;;
     esac
+    [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || fail "the tasks of an array would share --output-dir $run"
 done
+run=$(realpath -m -- "$run") # a container has another working directory
 problem=$({ mkdir -p "$run" && : >>"$run/slurm_starts.txt"; } 2>&1) ||
     fail "the run's folder cannot be written: ${problem##*mkdir: }"
 
@@ -63,18 +67,21 @@ if [[ ${CONTAINER:-} ]]; then # the image has its own code and interpreter
     unset PYTHONPATH
 fi
 
-refuse_idle_or_shared_gpus() { # RANKS_A_NODE OPTION
-    ((gpus_per_node == 0 || gpus_per_node == $1)) && return
-    if (($1 < gpus_per_node)) && grep -qE '^LAUNCHED = "(one|stages)"' "$root/recipes/$recipe/train.py"; then
-        return # one process drives several GPUs
+one_process() { # whether one process may drive several GPUs
+    grep -qE '^LAUNCHED = "(one|stages)"' "$root/recipes/$recipe/train.py"
+}
+
+refuse_idle_or_shared_gpus() { # RANKS_A_NODE
+    if ((gpus_per_node && gpus_per_node != $1)) && ! { (($1 < gpus_per_node)) && one_process; }; then
+        fail "$1 ranks a node, but $gpus_per_node GPUs on $SLURMD_NODENAME: one rank a GPU is" \
+            "needed, give --ntasks-per-node=$gpus_per_node (or another --gpus-per-node)"
     fi
-    fail "$1 ranks a node, but $gpus_per_node GPUs on $SLURMD_NODENAME: one rank a GPU is needed," \
-        "give $2=$gpus_per_node (or another --gpus-per-node)"
 }
 
 newest_snapshot() {
-    find "$run/snapshots" -name 'step_*.pt' -printf '%f\n' 2>/dev/null | sort | tail -n 1 | grep . ||
-        echo none
+    local newest
+    newest=$(find "$run/snapshots" -name 'step_*.pt' -printf '%f\n' 2>/dev/null | sort | tail -n 1)
+    echo "${newest:-none}"
 }
 
 # How many of the last restarts began where the run still is. One line a restart: its snapshot.
@@ -82,22 +89,33 @@ restarts_without_progress() {
     tail -n "$MAX_RESTARTS" "$run/slurm_starts.txt" | grep -cxF "$(newest_snapshot)"
 }
 
+resubmit() { # the command that goes on by hand
+    printf '%q ' sbatch --nodes="$SLURM_NNODES" --ntasks-per-node="$tasks_per_node" \
+        --partition="$SLURM_JOB_PARTITION" ${SLURM_JOB_ACCOUNT:+--account="$SLURM_JOB_ACCOUNT"} \
+        ${SLURM_JOB_QOS:+--qos="$SLURM_JOB_QOS"} ${SLURM_MEM_PER_NODE:+--mem="$SLURM_MEM_PER_NODE"} \
+        ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
+        --time="$(squeue --noheader --job "$job" --format %l)"
+    ((gpus_per_node)) && printf '%q ' --gpus-per-node="$gpus_per_node"
+    printf '%q ' "$original" "$recipe" "${options[@]}" --output-dir "$run"
+    echo
+}
+
 no_progress() {
-    echo "error: $(restarts_without_progress) restarts in a row without a new snapshot in $run:" \
-        "not requeued. Its log says why; to go on all the same remove slurm_starts.txt there and" \
-        "run 'scontrol requeue $job'" >&2
+    echo "error: $MAX_RESTARTS restarts in a row without a new snapshot in $run: not requeued. Look" \
+        "above for why; to go on all the same remove slurm_starts.txt there, then: $(resubmit)" >&2
     exit 1
 }
 
+begun_at=$(newest_snapshot)
 if ((${SLURM_RESTART_COUNT:-0})); then # Slurm itself requeues for ever, where a node fails
     (($(restarts_without_progress) < MAX_RESTARTS)) || no_progress
-    newest_snapshot >>"$run/slurm_starts.txt"
-    echo "restart ${SLURM_RESTART_COUNT} of job $job, from snapshot $(newest_snapshot)"
+    echo "$begun_at" >>"$run/slurm_starts.txt"
+    echo "restart $SLURM_RESTART_COUNT of job $job, from snapshot $begun_at"
 fi
 
 # Run a step; end the job by its status, or have it requeued to go on.
 supervise() {
-    local status step state newest refused
+    local status step state newest refused last
     "$@" &
     step=$!
     # Where the batch script is warned and its tasks are not (scancel --batch): pass it on.
@@ -108,25 +126,24 @@ supervise() {
         wait "$step"
         status=$?
     done
+    wait "$step" 2>/dev/null # it may have ended just as the signal came; 127: already told
+    last=$?
+    ((last == 127)) || status=$last
     ((status == 0 || status == 2)) && exit "$status"
     state=$(squeue --noheader --job "$job" --format %T)
-    [[ $state == RUNNING ]] || exit "$status" # cancelled, or Slurm requeues it already
+    [[ ${state:-RUNNING} == RUNNING ]] || exit "$status" # cancelled, or Slurm requeues it already
     newest=$(newest_snapshot) # now: the requeue kills what this script starts after it
     if ((status != 75)); then
         # Before the first snapshot there is nothing to go on from: end, and let somebody look.
         [[ $newest != none ]] || exit 1
         status=1
     fi
-    (($(restarts_without_progress) < MAX_RESTARTS)) || no_progress
-    if refused=$(scontrol requeue "$job" 2>&1); then
+    [[ $newest != "$begun_at" ]] || (($(restarts_without_progress) < MAX_RESTARTS)) || no_progress
+    if refused=$(scontrol requeue incomplete "$job" 2>&1); then # incomplete: not a cancelled one
         echo "job $job is requeued, to go on from snapshot $newest"
         exit "$status"
     fi
-    echo "stopped, and this site does not requeue ($refused); to go on from snapshot" \
-        "$newest: $(printf '%q ' sbatch --nodes="$SLURM_NNODES" \
-            --ntasks-per-node="$tasks_per_node" --partition="$SLURM_JOB_PARTITION" \
-            --time="$(squeue --noheader --job "$job" --format %l)" \
-            ${SLURM_GPUS_PER_NODE:+--gpus-per-node="$SLURM_GPUS_PER_NODE"} \
-            "$original" "$recipe" --output-dir "$run" "${options[@]}")" >&2
+    echo "ended with $status, and not requeued here (${refused:-refused}); to go on from snapshot" \
+        "$newest: $(resubmit)" >&2
     exit "$status"
 }

@@ -52,7 +52,7 @@ class Train:
         sys.path.insert(0, str(ROOT))  # this object was pickled by value, its modules were not
         from recipes.__main__ import main
 
-        command = [self.recipe, "--output-dir", str(self.folder), *self.options]
+        command = [self.recipe, *self.options, "--output-dir", str(self.folder)]
         os.environ["RECIPES_COMMAND"] = shlex.join(["python", "-m", "recipes", *command])
         sys.argv = ["recipes", *command]
         submitits = signal.getsignal(signal.SIGUSR2)
@@ -62,9 +62,9 @@ class Train:
             signal.signal(signal.SIGUSR2, submitits)
             try:
                 signal.raise_signal(signal.SIGUSR2)
-            except subprocess.CalledProcessError:
-                print("stopped, and this site does not requeue; to go on, submit again with "
-                      f"after the -- --output-dir {shlex.quote(str(self.folder))}")  # fmt: skip
+            except (OSError, subprocess.SubprocessError) as error:
+                print(f"stopped, and not requeued here ({error}); to go on, submit the same with "
+                      f"--output-dir {shlex.quote(str(self.folder))} after the --")  # fmt: skip
                 sys.exit(status)
             time.sleep(60)  # not rank 0: the requeue ends this task
         if status:
@@ -138,7 +138,7 @@ def slurm_parameters(args: argparse.Namespace, tasks_per_node: int) -> dict[str,
         raise InputError(f"--slurm takes NAME=VALUE, got {wrong[0]!r}")
     # As in train.sbatch: how long the peers of a rank that has ended may take [s], and srun takes
     # no --cpus-per-task from sbatch since 22.05.
-    srun_args = ["--wait=20"]
+    srun_args = ["--wait=20", "--kill-on-bad-exit=0"]
     if args.cpus_per_task:
         srun_args.append(f"--cpus-per-task={args.cpus_per_task}")
     parameters = {
@@ -156,6 +156,7 @@ def slurm_parameters(args: argparse.Namespace, tasks_per_node: int) -> dict[str,
         "constraint": args.constraint,
         "stderr_to_stdout": True,
         "srun_args": srun_args,
+        "setup": ["export SLURM_EXPORT_ENV=ALL"],
         "additional_parameters": {
             "requeue": True,
             **dict(text.split("=", 1) for text in args.slurm),
@@ -208,6 +209,8 @@ def submit(arguments: list[str]) -> int:
         job = executor.submit(Train(args.recipe, options, output_dir))
     except submitit.core.utils.FailedJobError as error:
         raise InputError(f"sbatch refused: {str(error).strip().splitlines()[-1]}") from error
+    except OSError as error:
+        raise InputError(f"--runs cannot be written: {error}") from error
     print(f"job {job.job_id}\n  results  {output_dir.replace('%j', job.job_id)}\n"
           f"  log      {job.paths.stdout}", flush=True)  # fmt: skip
     return follow(job) if args.follow else 0
@@ -223,7 +226,7 @@ def follow(job: "submitit.Job[None]") -> int:
 
     def show(path: Path, only: str = "") -> None:
         if path.is_file():
-            with path.open() as file:
+            with path.open(errors="replace") as file:
                 file.seek(shown.get(path, 0))
                 text = file.read()
                 shown[path] = file.tell()
@@ -232,7 +235,7 @@ def follow(job: "submitit.Job[None]") -> int:
 
     done = False
     while not done:
-        done = job.done(force_check=True)
+        done = job.task(0).done(force_check=True)  # of the whole, force_check would be dropped
         show(job.paths.stdout)
         show(job.paths.stderr)
         time.sleep(0 if done else 2)

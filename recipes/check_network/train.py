@@ -32,7 +32,7 @@ if __package__ in (None, ""):  # started as a file: the repository is not on the
 import torch
 import torch.distributed as dist
 
-from common.errors import TrainingError
+from common.errors import PeerError, TrainingError
 from common.group import (
     agreed,
     broadcast,
@@ -114,6 +114,8 @@ def all_reduce_speeds(options: CheckOptions, device: torch.device) -> list[dict[
 
 def link_speed(peer: int, options: CheckOptions, device: torch.device) -> float:
     """Bytes a second from rank 0 to `peer` and back; every rank calls it."""
+    if dist.get_backend() == "gloo":  # which sends between CPUs only
+        device = torch.device("cpu")
     tensor = torch.zeros(options.largest * 2**18, device=device)
     rank = dist.get_rank()
 
@@ -193,6 +195,8 @@ def train(config: Config, ranks: Ranks) -> None:
         log.info(f"  {folder}/network.json")
     late = {host: link for host, link in links.items()
             if abs(link["clock_ahead_s"]) - link["within_s"] > options.max_skew_s}  # fmt: skip
+    if late and not ranks.is_main:
+        raise PeerError("the clocks are apart, as rank 0 says")
     if late:
         host, link = max(late.items(), key=lambda item: abs(item[1]["clock_ahead_s"]))
         raise TrainingError(

@@ -53,7 +53,7 @@ SlurmctldParameters=preempt_send_user_signal
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0
 ReturnToService=2
 SlurmdTimeout=10
-KillWait=2
+KillWait=10
 MessageTimeout=5
 BatchStartTimeout=5
 JobRequeue=1
@@ -85,8 +85,8 @@ class Cluster:
         self._name = f"recipes-slurm-{os.getpid()}"
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         self._daemons: list[subprocess.Popen[bytes]] = []
-        self._write_files()
         try:
+            self._write_files()
             self._make_network()
             self._start_munge()
             head = [*self._inside(HEAD), "slurmctld", "-D"]
@@ -249,10 +249,10 @@ class Cluster:
 
     def close(self) -> None:
         """End everything that was started, by its own id."""
-        slurmctld = self._daemons[-1]
-        slurmctld.terminate()  # else a child of its own stays
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            slurmctld.wait(5)
+        for slurmctld in self._daemons[1:]:
+            slurmctld.terminate()  # else a child of its own stays
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                slurmctld.wait(5)
         for process in [*self._nodes.values(), *self._daemons]:
             process.kill()
             process.wait()

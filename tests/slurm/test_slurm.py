@@ -174,10 +174,12 @@ def test_two_nodes_with_two_tasks_each(submit: Submitter, reference: Result, fil
     assert manifest["hosts"] == ["n1", "n2"]
 
 
-def submit_py(submit: Submitter, *options: str) -> "subprocess.CompletedProcess[str]":
+def submit_py(
+    submit: Submitter, *options: str, env: Mapping[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
     return submit.cluster.run(
         sys.executable, ROOT / "slurm" / "submit.py", "ddp_launch", "--runs", submit.folder,
-        *options, cwd=submit.folder, check=False,
+        *options, cwd=submit.folder, check=False, env=env,
     )  # fmt: skip
 
 
@@ -198,17 +200,6 @@ def test_submitit(submit: Submitter, reference: Result) -> None:
     (file,) = (submit.folder / "ddp_launch" / "submitit").glob("*_submission.sh")
     assert dry.stdout.strip() == file.read_text().strip()
     submit.cluster.run("sbatch", "--test-only", file)
-
-
-def test_submitit_goes_on_after_a_signal(submit: Submitter, reference: Result) -> None:
-    done = submit_py(submit, *TWO_BY_TWO[:2], "--tasks-per-node", "2", "--", *OPTIONS)
-    assert done.returncode == 0, done.stderr
-    job = submitted(submit, done.stdout)
-    wait_for(lambda: job.step > 60)
-    submit.cluster.run("scancel", "--signal=USR2", job.job_id)
-    assert job.result.assert_ok().sha == reference.sha, job.said
-    assert job.info["Restarts"] == "1"
-    assert "Calling checkpoint method" in job.said
 
 
 def requeue(cluster: Cluster, job: Job) -> None:
@@ -234,8 +225,10 @@ def signal_all(cluster: Cluster, job: Job) -> None:
 
 def power_cut(cluster: Cluster, job: Job) -> None:
     cluster.power_off("n2")
-    wait_for(lambda: "down" in cluster.run("sinfo", "-h", "-n", "n2", "-o", "%T").stdout)
-    cluster.power_on("n2")
+    try:
+        wait_for(lambda: "down" in cluster.run("sinfo", "-h", "-n", "n2", "-o", "%T").stdout)
+    finally:
+        cluster.power_on("n2")
 
 
 @dataclass
@@ -276,7 +269,8 @@ def interrupt(
 def test_an_interrupted_job_ends_with_the_same_weights(
     submit: Submitter, reference: Result, how: Callable[[Cluster, Job], None]
 ) -> None:
-    job = submit("train", "ddp_launch", *OPTIONS, sbatch=(*TWO_BY_TWO, "--nodelist=n[1-2]"))
+    job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.03"),
+                 sbatch=(*TWO_BY_TWO, "--nodelist=n[1-2]"))  # fmt: skip
     went = interrupt(job, how, reference)
     assert went.restarts == 1
     if how is power_cut:  # nobody was told
@@ -289,13 +283,53 @@ def test_an_interrupted_job_ends_with_the_same_weights(
 def test_torchrun_goes_on_too(
     submit: Submitter, reference: Result, how: Callable[[Cluster, Job], None]
 ) -> None:
-    assert interrupt(submit("torchrun", "ddp_launch", *OPTIONS), how, reference).restarts == 1
+    job = submit("torchrun", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.03"))
+    went = interrupt(job, how, reference)
+    assert (went.restarts, went.repeated_steps) == (1, 0)
+
+
+@pytest.mark.parametrize("how", [signal_tasks, power_cut])
+def test_submitit_goes_on_too(
+    submit: Submitter, reference: Result, how: Callable[[Cluster, Job], None]
+) -> None:
+    done = submit_py(submit, *TWO_BY_TWO[:2], "--tasks-per-node", "2", "--slurm=nodelist=n[1-2]",
+                     "--", *OPTIONS, env=submit.patch(STEP_S="0.03"))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    job = submitted(submit, done.stdout)
+    went = interrupt(job, how, reference)
+    assert went.repeated_steps <= (EVERY if how is power_cut else 0)
+    assert ("Calling checkpoint method" in job.said) == (how is signal_tasks)
+
+
+def test_submitit_here_and_now(submit: Submitter) -> None:
+    done = submit_py(submit, "--local", "--tasks-per-node", "2", "--", "--epochs", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "world_size 2 (launcher: recipes)" in done.stdout
+    (run,) = (submit.folder / "ddp_launch").glob("local-*")
+    assert f"  results  {run}\n" in done.stdout
+    assert (run / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [(("--nodes", "two"), "--nodes: invalid int value"), (("--no-such",), "--no-such"),
+     (("--gpus-per-node=2", "--tasks-per-node=1"), "one rank a GPU is needed"),
+     (("--partition=none",), "sbatch refused: "), (("--runs", "/proc/no"), "cannot be written"),
+     (("--slurm", "exclusive"), "NAME=VALUE"), (("--", "--epocs", "3"), "--epocs"),
+     (("--", "--lr", "-1"), "--lr must be positive")],
+)  # fmt: skip
+def test_wrong_at_submission(submit: Submitter, options: tuple[str, ...], expected: str) -> None:
+    done = submit_py(submit, *options)
+    assert done.returncode == 2
+    (error,) = re.findall("(?m)^error: .*$", done.stderr)
+    assert expected in error
+    assert "Traceback" not in done.stderr
 
 
 def test_torchrun_starts_a_killed_rank_again(submit: Submitter, reference: Result) -> None:
-    job = submit("torchrun", "ddp_launch", *OPTIONS)
+    job = submit("torchrun", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.03"))
     wait_for(lambda: job.step > 60)
-    kill = ("pkill", "-KILL", "--newest", "-f", f"slurm-{job.job_id} --epochs")
+    kill = ("pkill", "-KILL", "--newest", "-f", f"slurm-{job.job_id}$")  # a rank
     on_n2 = ("srun", "--overlap", "--jobid", job.job_id, "-n1", "-N1", "--nodelist=n2")
     submit.cluster.run(*on_n2, *kill)
     result = job.result.assert_ok()
@@ -329,7 +363,8 @@ def test_a_cancelled_job_saves_and_stays_cancelled(submit: Submitter) -> None:
 def test_where_requeue_is_refused_the_log_says_how_to_go_on(
     submit: Submitter, reference: Result
 ) -> None:
-    job = submit("train", "ddp_launch", *OPTIONS, sbatch=(*TWO_BY_TWO, "--no-requeue"))
+    job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.03"),
+                 sbatch=(*TWO_BY_TWO, "--no-requeue"))  # fmt: skip
     wait_for(lambda: job.step > 60)
     submit.cluster.run("scancel", "--signal=USR2", job.job_id)
     assert job.result.status == 75
@@ -372,6 +407,9 @@ WRONG = {
     "GPUs that torch does not see": (
         ("ddp_launch",), {}, ("--gpus-per-node=2",), "but torch sees none",
     ),
+    "array": (
+        ("ddp_launch", "--output-dir=x"), {}, ("--array=7",), "tasks of an array would share",
+    ),
     "container": (("ddp_launch",), {"CONTAINER": "docker:x"}, (), "CONTAINER must be"),
 }  # fmt: skip
 
@@ -412,6 +450,19 @@ def test_an_array_on_one_node_shares_no_port(submit: Submitter) -> None:
     assert all(job.info["EndTime"] > max(started) for job in jobs), "not at the same time"
 
 
+def test_an_array_over_seeds(submit: Submitter) -> None:
+    """As the README says it."""
+    wrap = "bash slurm/train.sbatch ddp_launch --epochs 1 --seed $SLURM_ARRAY_TASK_ID"
+    array = submit.cluster.run(
+        "sbatch", "--parsable", "--array=0-1", f"--output={submit.folder}/%a.log", "--requeue",
+        "--signal=USR2@120", f"--wrap={wrap}", env={"RUNS": str(submit.folder)},
+    ).stdout.strip()  # fmt: skip
+    runs = [submit.folder / "ddp_launch" / f"slurm-{array}_{task}" for task in (0, 1)]
+    jobs = [Job(submit.cluster, f"{array}_{task}", submit.folder / f"{task}.log", run)
+            for task, run in enumerate(runs)]  # fmt: skip
+    assert len({job.result.assert_ok().sha for job in jobs}) == 2
+
+
 def test_two_steps_side_by_side_share_no_port(submit: Submitter) -> None:
     step = (f"srun --exact --ntasks=2 {sys.executable} -m recipes ddp_launch --epochs 4 "
             "--output-dir")  # fmt: skip
@@ -420,6 +471,11 @@ def test_two_steps_side_by_side_share_no_port(submit: Submitter) -> None:
     assert job.ended()["ExitCode"] == "0:0", job.said
     for name in "ab":
         assert json.loads((submit.folder / name / "summary.json").read_text())["world_size"] == 2
+    begun, ended = (
+        [(submit.folder / name / file).stat().st_mtime for name in "ab"]
+        for file in ("manifest.json", "summary.json")
+    )
+    assert max(begun) < min(ended), "one after the other"
 
 
 def probes(text: str) -> list[list[Any]]:
