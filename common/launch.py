@@ -230,6 +230,23 @@ def _verdict(failed: list[tuple[Child, int]], errors: Path) -> int:
     return STATUS_BAD_INPUT if status == STATUS_BAD_INPUT else STATUS_FAILED
 
 
+def stop_at_once() -> None:
+    """Until the training listens (common.stop) there is nothing to save: a stop signal ends this.
+
+    Peers may wait for this rank, and be killed for that: RECIPES_STOP_MARK names a file that tells
+    whoever set it that they were not at fault.
+    """
+
+    def leave(_number: int, _frame: object) -> None:
+        if mark := os.environ.get("RECIPES_STOP_MARK"):
+            with contextlib.suppress(OSError):
+                Path(mark).touch()
+        os._exit(STATUS_STOPPED)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, leave)
+
+
 def run_rank(body: Callable[[], Any], ranks: Ranks) -> int:
     """Run `body` as a rank and turn how it ends into an exit status and one `error:` line.
 
@@ -237,9 +254,7 @@ def run_rank(body: Callable[[], Any], ranks: Ranks) -> int:
     failure and not the ones that follow from it.
     """
     die_with_parent()
-    for number in STOP_SIGNALS:
-        # Until the training listens (common.stop) there is nothing to save.
-        signal.signal(number, lambda *_: os._exit(STATUS_STOPPED))
+    stop_at_once()
     try:
         body()
         return STATUS_FINISHED

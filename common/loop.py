@@ -182,7 +182,7 @@ class Loop:
     def _leave(self) -> None:
         self._save()
         log.info(
-            f"stopped after step {self.state.step}: to go on, run the same command with "
-            f"--output-dir {self.run.folder}"
+            f"stopped after step {self.state.step}: the same command with "
+            f"--output-dir {self.run.folder} goes on from there"
         )
         raise StopRequested

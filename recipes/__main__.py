@@ -2,14 +2,12 @@
 
 import ast
 import difflib
-import os
-import signal
 import sys
 from importlib import import_module
 from pathlib import Path
 
-from common.errors import STATUS_BAD_INPUT, STATUS_STOPPED, STOP_SIGNALS
-from common.launch import die_with_parent
+from common.errors import STATUS_BAD_INPUT
+from common.launch import die_with_parent, stop_at_once
 from recipes import cli
 
 
@@ -31,8 +29,7 @@ def recipes() -> dict[str, tuple[str, str]]:
 def main() -> int:
     """List the recipes, or run one."""
     die_with_parent()
-    for number in STOP_SIGNALS:  # before torch is imported, which can take a minute on a cluster
-        signal.signal(number, lambda *_: os._exit(STATUS_STOPPED))
+    stop_at_once()  # before torch is imported, which can take a minute on a cluster
     known = recipes()
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):

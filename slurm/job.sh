@@ -45,6 +45,9 @@ run=$(realpath -m -- "$run") # a container has another working directory
 problem=$({ mkdir -p "$run" && : >>"$run/slurm_starts.txt"; } 2>&1) ||
     fail "the run's folder cannot be written: ${problem##*mkdir: }"
 
+export RECIPES_STOP_MARK=$run/slurm_stopped_early # a rank that leaves before it trains
+rm -f "$RECIPES_STOP_MARK"
+
 in_container=() in_container_srun=()
 case ${CONTAINER:-} in
 '')
@@ -89,6 +92,10 @@ restarts_without_progress() {
     tail -n "$MAX_RESTARTS" "$run/slurm_starts.txt" | grep -cxF "$(newest_snapshot)"
 }
 
+from() { # SNAPSHOT
+    if [[ $1 == none ]]; then echo "the start"; else echo "snapshot $1"; fi
+}
+
 resubmit() { # the command that goes on by hand
     printf '%q ' sbatch --nodes="$SLURM_NNODES" --ntasks-per-node="$tasks_per_node" \
         --partition="$SLURM_JOB_PARTITION" ${SLURM_JOB_ACCOUNT:+--account="$SLURM_JOB_ACCOUNT"} \
@@ -110,12 +117,12 @@ begun_at=$(newest_snapshot)
 if ((${SLURM_RESTART_COUNT:-0})); then # Slurm itself requeues for ever, where a node fails
     (($(restarts_without_progress) < MAX_RESTARTS)) || no_progress
     echo "$begun_at" >>"$run/slurm_starts.txt"
-    echo "restart $SLURM_RESTART_COUNT of job $job, from snapshot $begun_at"
+    echo "restart $SLURM_RESTART_COUNT of job $job, from $(from "$begun_at")"
 fi
 
 # Run a step; end the job by its status, or have it requeued to go on.
 supervise() {
-    local status step state newest refused last
+    local status step state newest refused asked last
     "$@" &
     step=$!
     # Where the batch script is warned and its tasks are not (scancel --batch): pass it on.
@@ -133,17 +140,25 @@ supervise() {
     state=$(squeue --noheader --job "$job" --format %T)
     [[ ${state:-RUNNING} == RUNNING ]] || exit "$status" # cancelled, or Slurm requeues it already
     newest=$(newest_snapshot) # now: the requeue kills what this script starts after it
+    case $status in # the signals: of a task that had not come to listen, and torchrun says 1
+    138 | 140 | 143) status=75 ;;
+    *) [[ ! -e $RECIPES_STOP_MARK ]] || status=75 ;;
+    esac
     if ((status != 75)); then
-        # Before the first snapshot there is nothing to go on from: end, and let somebody look.
-        [[ $newest != none ]] || exit 1
         status=1
+        if [[ $newest == none ]]; then # nothing to go on from: end, and let somebody look
+            echo "failed before its first snapshot: not requeued; again: $(resubmit)" >&2
+            exit 1
+        fi
     fi
     [[ $newest != "$begun_at" ]] || (($(restarts_without_progress) < MAX_RESTARTS)) || no_progress
-    if refused=$(scontrol requeue incomplete "$job" 2>&1); then # incomplete: not a cancelled one
-        echo "job $job is requeued, to go on from snapshot $newest"
+    refused=$(scontrol requeue incomplete "$job" 2>&1) # incomplete: not a cancelled one
+    asked=$?
+    if ((asked == 0 || asked > 128)); then # the requeue kills what asked for it, too
+        echo "job $job is requeued, to go on from $(from "$newest")"
         exit "$status"
     fi
-    echo "ended with $status, and not requeued here (${refused:-refused}); to go on from snapshot" \
-        "$newest: $(resubmit)" >&2
+    echo "ended with $status, and not requeued here ($refused); to go on from" \
+        "$(from "$newest"): $(resubmit)" >&2
     exit "$status"
 }

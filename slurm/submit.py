@@ -63,6 +63,8 @@ class Train:
             try:
                 signal.raise_signal(signal.SIGUSR2)
             except (OSError, subprocess.SubprocessError) as error:
+                if getattr(error, "returncode", 1) < 0:  # the requeue kills what asked for it, too
+                    sys.exit(status)
                 print(f"stopped, and not requeued here ({error}); to go on, submit the same with "
                       f"--output-dir {shlex.quote(str(self.folder))} after the --")  # fmt: skip
                 sys.exit(status)
@@ -96,7 +98,7 @@ class Train:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}. --help lists the options")
+        raise InputError(f"{message}. --help lists the options; those of the recipe go after a --")
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -115,7 +117,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("--nodes", type=int, default=1, help="hosts (default 1)")
     add("--gpus-per-node", type=int, default=0, metavar="N", help="(default 0: train on CPUs)")
-    add("--tasks-per-node", type=int, metavar="N", help="ranks a node (default: one a GPU)")
+    add("--tasks-per-node", "--ntasks-per-node", type=int, metavar="N",
+        help="ranks a node (default: one a GPU)")  # fmt: skip
     add("--cpus-per-task", type=int, metavar="N", help="cores a rank, its loading processes' too")
     add("--mem", help="memory a node, as Slurm writes it: 32G")
     add("--time", type=int, default=60, metavar="MIN", help="time limit [minutes] (default 60)")
@@ -132,7 +135,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_args(here), options
 
 
-def slurm_parameters(args: argparse.Namespace, tasks_per_node: int) -> dict[str, Any]:
+def slurm_parameters(args: argparse.Namespace, tasks_per_node: int, folder: Path) -> dict[str, Any]:
     """Of the sbatch file, under submitit's names."""
     if wrong := [text for text in args.slurm if "=" not in text]:
         raise InputError(f"--slurm takes NAME=VALUE, got {wrong[0]!r}")
@@ -156,7 +159,17 @@ def slurm_parameters(args: argparse.Namespace, tasks_per_node: int) -> dict[str,
         "constraint": args.constraint,
         "stderr_to_stdout": True,
         "srun_args": srun_args,
-        "setup": ["export SLURM_EXPORT_ENV=ALL"],
+        "setup": [
+            "export SLURM_EXPORT_ENV=ALL",
+            f"export RECIPES_STOP_MARK={shlex.quote(str(folder))}/$SLURM_JOB_ID.stopped_early",
+            'rm -f "$RECIPES_STOP_MARK"',
+        ],
+        # A rank that leaves before it trains never comes to submitit's handler.
+        "teardown": [
+            "status=$?",
+            '[ ! -e "$RECIPES_STOP_MARK" ] || scontrol requeue incomplete "$SLURM_JOB_ID"',
+            "exit $status",
+        ],
         "additional_parameters": {
             "requeue": True,
             **dict(text.split("=", 1) for text in args.slurm),
@@ -195,7 +208,7 @@ def submit(arguments: list[str]) -> int:
             options = ["--nproc", str(tasks_per_node), *options]
         args.follow = True
     else:
-        parameters = slurm_parameters(args, tasks_per_node)
+        parameters = slurm_parameters(args, tasks_per_node, folder)
         if args.dry_run:
             command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit "
             print(_make_sbatch_string(command + shlex.quote(str(folder)), folder, **parameters))
