@@ -101,8 +101,8 @@ def start(name: str, arguments: Sequence[str], processes: int | None = None) -> 
         if ranks.launcher == "none" and not {"-h", "--help"} & set(arguments):
             options, rest = _split(arguments)
             if os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1" and options.nnodes == 1:
-                print("warning: in a Slurm job of several nodes but not started by srun, which would "
-                      "start ranks on all of them: they are on this host only", file=sys.stderr)  # fmt: skip
+                print("warning: in a Slurm job of several nodes, but not started by srun: the "
+                      "ranks are on this host only", file=sys.stderr)  # fmt: skip
             nproc = processes // options.nnodes if processes else options.processes
             if options.nnodes * nproc > 1 and not (options.compare or options.check):
                 command, address = ["-m", "recipes", name, *rest], options.address or "127.0.0.1"
