@@ -4,6 +4,7 @@ The loop itself and its step stay in the recipe; this keeps the order of what ha
 steps, on which an exact resume depends, in one place.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -181,8 +182,10 @@ class Loop:
 
     def _leave(self) -> None:
         self._save()
+        # Under slurm/job.sh the job goes on by itself, and says so.
+        by_hand = f": to go on, run the same command with --output-dir {self.run.folder}"
         log.info(
-            f"stopped after step {self.state.step}: the same command with "
-            f"--output-dir {self.run.folder} goes on from there"
+            f"stopped after step {self.state.step}"
+            f"{'' if 'RECIPES_STOP_MARK' in os.environ else by_hand}"
         )
         raise StopRequested

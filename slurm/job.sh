@@ -1,5 +1,6 @@
 # What train.sbatch and torchrun.sbatch share; read by them, not run. Sets run, job, tasks_per_node,
-# gpus_per_node, in_container and in_container_srun, refuses what cannot work, and has supervise.
+# gpus_per_node, in_container and in_container_srun, refuses what cannot work, and has run_step and
+# conclude.
 #
 # Variables of yours (sbatch passes the environment on):
 #   PYTHON        interpreter with torch; default .venv/bin/python (an image has its own)
@@ -7,7 +8,8 @@
 #   CONTAINER     apptainer:FILE.sif or pyxis:IMAGE; default none
 #   MOUNTS        what the container sees beside the run's folder: FROM:TO,FROM:TO
 #   MASTER_PORT   port of rank 0; default one of the job's own
-#   MAX_RESTARTS  how often in a row the job may start anew without a new snapshot; default 3
+#   MAX_RESTARTS  how often in a row the job may start anew without a new snapshot; default 3,
+#                 0: never anew
 # shellcheck shell=bash disable=SC2034
 set -uo pipefail
 
@@ -42,8 +44,8 @@ for i in "${!options[@]}"; do # given by the user, it wins
     [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || fail "the tasks of an array would share --output-dir $run"
 done
 run=$(realpath -m -- "$run") # a container has another working directory
-problem=$({ mkdir -p "$run" && : >>"$run/slurm_starts.txt"; } 2>&1) ||
-    fail "the run's folder cannot be written: ${problem##*mkdir: }"
+problem=$({ mkdir -p "$run" && touch "$run/slurm_restarts.txt"; } 2>&1) ||
+    fail "the run's folder cannot be written: ${problem#*: }"
 
 export RECIPES_STOP_MARK=$run/slurm_stopped_early # a rank that leaves before it trains
 rm -f "$RECIPES_STOP_MARK"
@@ -87,9 +89,12 @@ newest_snapshot() {
     echo "${newest:-none}"
 }
 
-# How many of the last restarts began where the run still is. One line a restart: its snapshot.
-restarts_without_progress() {
-    tail -n "$MAX_RESTARTS" "$run/slurm_starts.txt" | grep -cxF "$(newest_snapshot)"
+# Whether the last MAX_RESTARTS restarts all began where the run still is. The file has a line a
+# restart of this job: the snapshot that it began from.
+stuck() {
+    local same
+    same=$(tail -n "$MAX_RESTARTS" "$run/slurm_restarts.txt" | grep -cxF "$(newest_snapshot)")
+    ((same >= MAX_RESTARTS))
 }
 
 from() { # SNAPSHOT
@@ -109,20 +114,20 @@ resubmit() { # the command that goes on by hand
 
 no_progress() {
     echo "error: $MAX_RESTARTS restarts in a row without a new snapshot in $run: not requeued. Look" \
-        "above for why; to go on all the same remove slurm_starts.txt there, then: $(resubmit)" >&2
+        "above for why; to go on all the same: $(resubmit)" >&2
     exit 1
 }
 
-begun_at=$(newest_snapshot)
-if ((${SLURM_RESTART_COUNT:-0})); then # Slurm itself requeues for ever, where a node fails
-    (($(restarts_without_progress) < MAX_RESTARTS)) || no_progress
-    echo "$begun_at" >>"$run/slurm_starts.txt"
-    echo "restart $SLURM_RESTART_COUNT of job $job, from $(from "$begun_at")"
+if ((${SLURM_RESTART_COUNT:-0})); then
+    stuck && no_progress # Slurm itself requeues for ever, where a node fails
+    newest_snapshot >>"$run/slurm_restarts.txt"
+    echo "restart $SLURM_RESTART_COUNT of job $job, from $(from "$(newest_snapshot)")"
+else
+    : >"$run/slurm_restarts.txt"
 fi
 
-# Run a step; end the job by its status, or have it requeued to go on.
-supervise() {
-    local status step state newest refused asked last
+run_step() { # COMMAND, whose status it returns
+    local status step last
     "$@" &
     step=$!
     # Where the batch script is warned and its tasks are not (scancel --batch): pass it on.
@@ -136,6 +141,11 @@ supervise() {
     wait "$step" 2>/dev/null # it may have ended just as the signal came; 127: already told
     last=$?
     ((last == 127)) || status=$last
+    return "$status"
+}
+
+conclude() { # STATUS of the step: end the job with it, or have it requeued to go on
+    local status=$1 state newest refused asked
     ((status == 0 || status == 2)) && exit "$status"
     state=$(squeue --noheader --job "$job" --format %T)
     [[ ${state:-RUNNING} == RUNNING ]] || exit "$status" # cancelled, or Slurm requeues it already
@@ -151,7 +161,7 @@ supervise() {
             exit 1
         fi
     fi
-    [[ $newest != "$begun_at" ]] || (($(restarts_without_progress) < MAX_RESTARTS)) || no_progress
+    stuck && no_progress
     refused=$(scontrol requeue incomplete "$job" 2>&1) # incomplete: not a cancelled one
     asked=$?
     if ((asked == 0 || asked > 128)); then # the requeue kills what asked for it, too

@@ -326,7 +326,9 @@ def test_wrong_at_submission(submit: Submitter, options: tuple[str, ...], expect
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("how", ["train", "train, one node's tasks", "torchrun", "submitit"])
+@pytest.mark.parametrize(
+    "how", ["train", "train, one node", "torchrun, its check", "torchrun", "submitit"]
+)
 def test_a_signal_before_training_starts_the_job_again(
     submit: Submitter, reference: Result, how: str
 ) -> None:
@@ -337,8 +339,8 @@ def test_a_signal_before_training_starts_the_job_again(
     else:
         job = submit(how.split(",")[0], *options)
     wait_for(lambda: job.info["JobState"] == "RUNNING")
-    time.sleep(2)  # while torch is imported
-    if "," in how:  # the others wait for them, and are killed for that
+    time.sleep({"torchrun, its check": 1, "torchrun": 5}.get(how, 2))  # while torch is imported
+    if "one node" in how:  # the others wait for them, and are killed for that
         submit.cluster.run("srun", "--overlap", "--jobid", job.job_id, "-n1", "-N1", "-wn2",
                            "pkill", "-USR2", "-f", f"slurm-{job.job_id}$")  # fmt: skip
     else:
