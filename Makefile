@@ -33,7 +33,7 @@ test: $(INSTALLED_DEV) ## Run the tests (laws, command lines, faults)
 	@$(PYTHON) -m pytest $(ARGS)
 
 test-slow: $(INSTALLED_DEV) ## Run the slow tests (each recipe's default run to its end)
-	@$(PYTHON) -m pytest -m slow $(ARGS)
+	@$(PYTHON) -m pytest -m "slow and not slurm" $(ARGS)
 
 test-slurm: $(INSTALLED_DEV) ## Run the tests on a real Slurm cluster of four nodes, started here (root)
 	@$(PYTHON) -m pytest -m slurm tests/slurm $(ARGS)
