@@ -1,7 +1,7 @@
 # Launches things; knows nothing else. `make` lists the targets.
 STACK ?= cu132
 LOCK := docker/stacks/$(STACK).txt
-STACKS := $(basename $(notdir $(wildcard docker/stacks/*.in)))
+STACKS := $(filter-out dev,$(basename $(notdir $(wildcard docker/stacks/*.txt))))
 VENV := $(if $(filter cu132,$(STACK)),.venv,.venv-$(STACK))
 ifdef PYTHON  # an interpreter that already has torch: nothing is installed
 INSTALLED :=
@@ -11,6 +11,10 @@ PYTHON := $(VENV)/bin/python
 INSTALLED := venv
 INSTALLED_DEV := venv-dev
 endif
+IMAGE ?= torch-recipes:$(STACK)
+DOCKER ?= docker
+RUNS ?= $(CURDIR)/runs
+GPUS ?= $(if $(shell command -v nvidia-smi),all)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 LAUNCH = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) \
@@ -18,7 +22,8 @@ LAUNCH = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) \
 	$(if $(MASTER_PORT),--master-port $(MASTER_PORT))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-slow test-slurm slurm-check check bench gpu-check format diff-ddp tensorboard venv venv-dev lock clean
+.PHONY: help run test test-slow test-slurm slurm-check image image-run image-test image-repro check bench \
+	gpu-check format diff-ddp tensorboard venv venv-dev lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,7 +38,7 @@ test: $(INSTALLED_DEV) ## Run the tests (laws, command lines, faults)
 	@$(PYTHON) -m pytest $(ARGS)
 
 test-slow: $(INSTALLED_DEV) ## Run the slow tests (each recipe's default run to its end)
-	@$(PYTHON) -m pytest -m "slow and not slurm" $(ARGS)
+	@$(PYTHON) -m pytest -m "slow and not slurm and not image" $(ARGS)
 
 test-slurm: $(INSTALLED_DEV) ## Run the tests on a real Slurm cluster of four nodes, started here (root)
 	@$(PYTHON) -m pytest -m slurm tests/slurm $(ARGS)
@@ -41,10 +46,33 @@ test-slurm: $(INSTALLED_DEV) ## Run the tests on a real Slurm cluster of four no
 slurm-check: $(INSTALLED) ## Check a Slurm site before a long run: directives, two nodes' network and clocks
 	@PYTHON=$(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON)) slurm/check.sh $(ARGS)
 
+image: ## Build the image of a stack: make image [STACK=cu130] [TARGET=development]
+	@test -f $(LOCK) || { echo "error: no stack $(STACK): STACK is one of $(STACKS)" >&2; exit 2; }
+	@$(DOCKER) build --file docker/Dockerfile --target $(or $(TARGET),runtime) --tag $(IMAGE) \
+		--build-arg STACK=$(STACK) --build-arg LOCK_SHA256=$$(sha256sum $(LOCK) | cut -d' ' -f1) \
+		--build-arg COMMIT=$$(git describe --always --abbrev=40 --dirty --exclude '*') \
+		--build-arg SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BUILD) .
+
+image-run: ## Train in the image: make image-run RECIPE=ddp_launch [NPROC=2] [ARGS="..."] [GPUS=all]
+	@$(DOCKER) image inspect $(IMAGE) >/dev/null 2>&1 || \
+		{ echo "error: no image $(IMAGE): make image STACK=$(STACK)" >&2; exit 2; }
+	@mkdir -p $(RUNS)
+	@$(DOCKER) run --rm $$(test -t 1 && echo --tty) $(if $(GPUS),--gpus $(GPUS) --ulimit memlock=-1) \
+		--shm-size=8g --user $$(id -u):$$(id -g) --volume $(RUNS):/workspace/runs \
+		--env RECIPES_IMAGE_DIGEST=$$($(DOCKER) image inspect --format '{{.Id}}' $(IMAGE)) \
+		$(DOCKER_ARGS) $(IMAGE) $(RECIPE) $(LAUNCH) $(ARGS)
+
+image-test: $(INSTALLED_DEV) ## Build the image and test it with this machine's engine, or with one started here (root)
+	@$(PYTHON) -m pytest -m image tests/image $(ARGS)
+
+image-repro: $(INSTALLED_DEV) ## Build the image twice from nothing and compare the bytes; writes docker/results/repro.json
+	@$(PYTHON) -m tests.image.repro $(ARGS)
+
 check: $(INSTALLED_DEV) ## Lint, formatting, types
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
 	@$(PYTHON) -m mypy
+	@hadolint=$$(dirname $$(command -v $(PYTHON)))/hadolint; $$hadolint docker/Dockerfile
 
 bench: $(INSTALLED) ## Measure a recipe beside its alternatives: make bench RECIPE=NAME; renews its results and README
 	@$(PYTHON) -m recipes.bench $(RECIPE) $(ARGS)
@@ -84,9 +112,11 @@ UV_LOCK = $(PYTHON) -m uv pip compile --quiet --upgrade --universal --python-ver
 
 lock: $(INSTALLED_DEV) ## Renew the lock files under docker/stacks
 	@for stack in $(STACKS); do echo "locking $$stack"; \
-	$(UV_LOCK) pyproject.toml -c docker/stacks/$$stack.in -o docker/stacks/$$stack.txt || exit; done
+	$(PYTHON) docker/verify.py constraints $$stack >.constraints.txt && \
+	$(UV_LOCK) pyproject.toml -c .constraints.txt -o docker/stacks/$$stack.txt || exit; done
+	@rm .constraints.txt
 	@echo "locking dev"; $(UV_LOCK) --group dev $(STACKS:%=-c docker/stacks/%.txt) \
 		-o docker/stacks/dev.txt
 
 clean: ## Remove the environments and caches (never runs/)
-	rm -rf .venv .venv-* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* .engine .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from torch.utils.data import DataLoader
 from common import image_folder
 from common.errors import InputError
 from common.group import agreed
-from common.loader_tuning import choose_num_workers
+from common.loader_tuning import SHARED_MEMORY_HINT, choose_num_workers, most_workers
 from common.ranks import Ranks
 from common.seeds import mix
 from common.stream import EVAL_BATCH_SIZE, GlobalBatches, Samples, fixed_batches, make_loader
+
+log = logging.getLogger("recipes")
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -117,14 +120,24 @@ def make_loaders(
     Calls collectives where `--num-workers auto` measures; `folder` is the run's, for its answer.
 
     Raises:
-        InputError: a batch that the world size does not divide or the data cannot fill.
+        InputError: a batch that the world size does not divide or the data cannot fill, or more
+            loading processes than /dev/shm has room for.
     """
     batches = GlobalBatches(len(data.train), global_batch_size, seed, ranks.rank, ranks.world_size)
     held_out = fixed_batches(len(data.val), EVAL_BATCH_SIZE, ranks.rank, ranks.world_size)
     pin = options.pin_memory and device.type == "cuda"
     workers = options.num_workers
+    if workers:
+        with agreed():
+            largest = max(batches.batch_size_per_rank, min(EVAL_BATCH_SIZE, len(data.val)))
+            most, why = most_workers(data.train, largest, ranks.local_world_size)
+            if workers != "auto" and workers > most:
+                raise InputError(f"--num-workers {workers}: {why}; {SHARED_MEMORY_HINT}")
     if workers == "auto":
         cores = max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size)
+        if most < cores and ranks.is_main:
+            log.info(f"{why}; {SHARED_MEMORY_HINT}")
+        cores = min(most, cores)
         workers = choose_num_workers(data.train, list(batches), device, pin, folder, cores)
     loader = make_loader(
         data.train, batches, style=options.loader, num_workers=workers, pin_memory=pin

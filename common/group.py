@@ -16,6 +16,7 @@ import torch.distributed as dist
 from common.errors import InputError, PeerError, StopRequested, TrainingError
 from common.launch import report
 from common.ranks import Ranks
+from common.stack import check_driver
 
 T = TypeVar("T")
 
@@ -37,11 +38,12 @@ def choose_device(device: str, ranks: Ranks, visible_gpus: int | None = None) ->
         visible_gpus: GPUs this process sees; counted where None.
 
     Raises:
-        InputError: cuda without a GPU, auto without one in a Slurm job that was given some, or
-            more processes on this host than GPUs.
+        InputError: cuda without a GPU, auto without one in a Slurm job that was given some, a
+            driver too old for this torch, or more processes on this host than GPUs.
     """
     if device == "cpu":
         return torch.device("cpu")
+    check_driver()
     gpus = torch.cuda.device_count() if visible_gpus is None else visible_gpus
     if gpus == 0:
         granted = {"SLURM_STEP_GPUS", "SLURM_JOB_GPUS"} & set(os.environ)
@@ -77,8 +79,11 @@ def choose_devices(
         visible_gpus: GPUs this process sees; counted where None.
 
     Raises:
-        InputError: a device that is not there, GPUs and CPU mixed, or cuda without a GPU.
+        InputError: a device that is not there, GPUs and CPU mixed, cuda without a GPU, or a driver
+            too old for this torch.
     """
+    if device != "cpu":
+        check_driver()
     gpus = torch.cuda.device_count() if visible_gpus is None else visible_gpus
     if names is None:
         if choose_device(device, Ranks(), gpus).type == "cpu":
@@ -341,9 +346,7 @@ def agreed() -> Iterator[None]:
     rank, is_input, message = failed[0]
     if is_input:
         where = "" if rank == 0 else f"rank {rank}: "
-        shared = InputError(f"{where}{message}")
-        shared.agreed = True
-        raise shared from error
+        raise InputError(f"{where}{message}") from error
     if error is not None:
         raise error
     raise PeerError(f"rank {rank} failed: {message}")

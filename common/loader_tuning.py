@@ -7,6 +7,7 @@ and remembers its answer in the run's folder.
 import json
 import logging
 import math
+import os
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -18,13 +19,16 @@ from torch import Tensor
 
 from common.group import broadcast, gather
 from common.measure import synchronize
-from common.record import write_json
+from common.record import mebibytes, write_json
 from common.stream import Key, Samples, make_loader
 
 log = logging.getLogger("recipes")
 
 GAIN = 1.05
 """One more loading process must be worth this much: below it is noise."""
+
+SHARED_MEMORY_HINT = "in a container give --shm-size=8g or --ipc=host"
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
 
 def counts(cpu_cores: int) -> Iterator[int]:
@@ -33,6 +37,39 @@ def counts(cpu_cores: int) -> Iterator[int]:
     while True:
         yield number
         number += 1 if number < max(4, cpu_cores) else max(2, cpu_cores // 2)
+
+
+def most_workers(
+    samples: Samples, batch_size: int, ranks_here: int, free_bytes: int | None = None
+) -> tuple[int, str]:
+    """The most loading processes a rank whose batches fit into this host's shared memory.
+
+    A batch goes from its loading process to the rank through /dev/shm, of which Docker gives a
+    container 64 MB; a process that finds it full dies of a bus error. Each has up to two batches
+    ready, and the rank holds up to two more.
+
+    Args:
+        samples: to load, all of one shape.
+        batch_size: of the largest batch that a rank loads.
+        ranks_here: ranks on this host.
+        free_bytes: of /dev/shm; asked where None. A machine without one has no limit.
+
+    Returns:
+        The number, and how it comes about, for the user.
+    """
+    if free_bytes is None:
+        if not _SHARED_MEMORY.is_dir():
+            return os.cpu_count() or 1, f"no {_SHARED_MEMORY}"
+        status = os.statvfs(_SHARED_MEMORY)
+        free_bytes = status.f_bavail * status.f_frsize
+    image, _ = samples[(0, 0)]
+    batch_bytes = batch_size * (image.nbytes + 8)
+    most = max(0, (free_bytes // (batch_bytes * ranks_here) - 2) // 2)
+    ranks = "" if ranks_here == 1 else f" on each of {ranks_here} ranks"
+    return most, (
+        f"{_SHARED_MEMORY} has {mebibytes(free_bytes)} free, and batches of "
+        f"{mebibytes(batch_bytes)} leave room for {most} loading processes{ranks}"
+    )
 
 
 def samples_per_s(

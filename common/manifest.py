@@ -6,7 +6,6 @@ import platform
 import socket
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from common.group import gather
 from common.launch import command_line
+from common.stack import running_versions
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -60,18 +60,17 @@ def describe_machine() -> dict[str, Any]:
     commit, diff = _git("rev-parse", "HEAD"), _git("diff", "HEAD")  # bytes: a diff is no text
     lock = Path(sys.prefix) / "lock.txt"  # put there by the Makefile, with what it installed
     cuda = torch.cuda.is_available()
+    built_from = os.environ.get("RECIPES_COMMIT", "")  # an image's: sha, or sha-dirty
     return {
-        "git_commit": commit.decode().strip() if commit else None,
-        "git_dirty": bool(diff) if commit else None,
+        "git_commit": commit.decode().strip() if commit else built_from.split("-")[0] or None,
+        "git_dirty": bool(diff) if commit else built_from.endswith("-dirty") or None,
         "git_diff_sha256": hashlib.sha256(diff).hexdigest() if diff else None,
         "lock_sha256": hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else None,
         "image_digest": os.environ.get("RECIPES_IMAGE_DIGEST"),
+        "stack": os.environ.get("RECIPES_STACK"),
         "python": platform.python_version(),
+        **running_versions(),
         "torch": torch.__version__,
-        "torchvision": version("torchvision"),
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version() if cuda else None,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "driver": _driver() if cuda else None,
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "cpu": _cpu_model(),

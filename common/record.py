@@ -285,12 +285,16 @@ def set_up_logs(ranks: Ranks) -> None:
 
 def announce(recipe: str, options: RunOptions, ranks: Ranks, device: torch.device) -> None:
     """The first line of output: how many processes, and on what. Nothing falls back in silence."""
-    why = " (no GPU visible)" if (options.device, device.type) == ("auto", "cpu") else ""
     backend = choose_backend(options.backend, device)
     log.info(
         f"{recipe}: world_size {ranks.world_size} (launcher: {ranks.launcher}), "
-        f"device {device.type}{why}, backend {backend}, {options.precision}"
+        f"device {device_in_words(options.device, device)}, backend {backend}, {options.precision}"
     )
+
+
+def device_in_words(asked: str, device: torch.device) -> str:
+    """The kind of device, and where `--device auto` found no GPU, that it did."""
+    return f"{device.type}{' (no GPU visible)' if (asked, device.type) == ('auto', 'cpu') else ''}"
 
 
 def progress_bar(

@@ -6,8 +6,10 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from common.errors import STATUS_BAD_INPUT
-from common.launch import die_with_parent, stop_at_once
+from common.errors import STATUS_BAD_INPUT, InputError
+from common.launch import die_with_parent, report, stop_at_once
+from common.ranks import Ranks
+from common.stack import check_environment
 from recipes import cli
 
 
@@ -42,6 +44,10 @@ def main() -> int:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
         print(f"error: no recipe {name!r}: {hint}", file=sys.stderr)
         return STATUS_BAD_INPUT
+    try:
+        check_environment()
+    except InputError as error:
+        return report(error, Ranks())
     if known[name][1] == "ranks":
         return cli.start(name, arguments)
     return int(import_module(f"recipes.{name}.train").main(arguments))

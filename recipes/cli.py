@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from common.errors import STATUS_FINISHED, InputError
 from common.launch import launch, report, run_rank
 from common.ranks import Ranks, resolve
+from common.stack import check_versions
 
 C = TypeVar("C")
 
@@ -138,6 +139,7 @@ def run(
     try:
         ranks, arguments = _resolve(arguments)
         options, config = parse(name, config_class, arguments)
+        check_versions()
         if options.check:
             return STATUS_FINISHED
         if options.compare and ranks.world_size > 1:

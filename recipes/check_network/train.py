@@ -44,7 +44,15 @@ from common.group import (
 from common.manifest import describe_run
 from common.measure import synchronize
 from common.ranks import Ranks
-from common.record import flatten, log, mebibytes, result_folder, set_up_logs, write_json
+from common.record import (
+    device_in_words,
+    flatten,
+    log,
+    mebibytes,
+    result_folder,
+    set_up_logs,
+    write_json,
+)
 from recipes import cli
 
 NAME = "check_network"
@@ -163,9 +171,8 @@ def train(config: Config, ranks: Ranks) -> None:
     options = config.check
     set_up_logs(ranks)
     device = choose_device(options.device, ranks)
-    why = " (no GPU visible)" if (options.device, device.type) == ("auto", "cpu") else ""
     log.info(f"{NAME}: world_size {ranks.world_size} (launcher: {ranks.launcher}), "
-             f"device {device.type}{why}")  # fmt: skip
+             f"device {device_in_words(options.device, device)}")  # fmt: skip
     with process_group(ranks, device, options.backend, options.timeout_s):
         met_s = max(gather(time.monotonic() - _STARTED_S))
         with agreed():

@@ -32,10 +32,25 @@ import torch
 from common.data import DataOptions, load_data
 from common.figure import save_figure
 from common.group import choose_device, process_group
-from common.loader_tuning import counts, done, recommend, samples_per_s
+from common.loader_tuning import (
+    SHARED_MEMORY_HINT,
+    counts,
+    done,
+    most_workers,
+    recommend,
+    samples_per_s,
+)
 from common.manifest import describe_run
 from common.ranks import Ranks
-from common.record import flatten, log, progress_bar, result_folder, set_up_logs, write_json
+from common.record import (
+    device_in_words,
+    flatten,
+    log,
+    progress_bar,
+    result_folder,
+    set_up_logs,
+    write_json,
+)
 from common.stream import GlobalBatches
 from recipes import cli
 
@@ -91,8 +106,12 @@ def sweep(config: Config, device: torch.device) -> tuple[dict[str, Any], str]:
     epoch, wanted = list(batches), -(-options.samples // options.global_batch_size)
     timed = (epoch * -(-wanted // len(epoch)))[:wanted]
     found: dict[str, dict[int, list[float]]] = {}
+    most, room = most_workers(data.train, options.global_batch_size, 1)
     for number in counts(len(os.sched_getaffinity(0))):
         if options.max_workers is not None and number > options.max_workers:
+            break
+        if number > most:
+            log.info(f"{room}: no more are tried; {SHARED_MEMORY_HINT}")
             break
         settings = (True, False) if device.type == "cuda" else (False,)
         bar = progress_bar(options.rounds * len(settings), 0, Ranks(), "run", f"{number} workers")
@@ -141,8 +160,7 @@ def train(config: Config, ranks: Ranks) -> None:
     set_up_logs(ranks)
     options = config.tune
     device = choose_device(options.device, ranks)
-    why = " (no GPU visible)" if (options.device, device.type) == ("auto", "cpu") else ""
-    log.info(f"{NAME}: batches go to device {device.type}{why}")
+    log.info(f"{NAME}: batches go to device {device_in_words(options.device, device)}")
     folder = result_folder(options.output_dir, NAME, "loader")
     write_json(folder / "config.json", flatten(config))
     torch.set_num_threads(1)

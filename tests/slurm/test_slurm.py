@@ -238,6 +238,7 @@ class Interrupted:
     result: Result
     restarts: int
     repeated_steps: int
+    said: str
 
 
 def interrupt(
@@ -260,7 +261,7 @@ def interrupt(
     assert result.losses == reference.losses
     repeated = reached - result.summary["resumed_from"]
     print(f"{how.__name__}: step {reached} reached, {repeated} steps done again")
-    return Interrupted(result, int(info["Restarts"]), repeated)
+    return Interrupted(result, int(info["Restarts"]), repeated, job.said)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +273,7 @@ def test_an_interrupted_job_ends_with_the_same_weights(
     job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.03"),
                  sbatch=(*TWO_BY_TWO, "--nodelist=n[1-2]"))  # fmt: skip
     went = interrupt(job, how, reference)
-    assert went.restarts == 1
+    assert went.restarts == 1, went.said
     if how is power_cut:  # nobody was told
         assert 0 <= went.repeated_steps <= EVERY
     else:
@@ -285,7 +286,7 @@ def test_torchrun_goes_on_too(
 ) -> None:
     job = submit("torchrun", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.03"))
     went = interrupt(job, how, reference)
-    assert (went.restarts, went.repeated_steps) == (1, 0)
+    assert (went.restarts, went.repeated_steps) == (1, 0), went.said
 
 
 @pytest.mark.parametrize("how", [signal_tasks, power_cut])

@@ -1,0 +1,57 @@
+"""What the image's build and `make lock` ask of the table of stacks.
+
+python docker/verify.py lock STACK [SHA]   docker/stacks/STACK.txt (of this SHA-256) pins the same
+python docker/verify.py installed STACK    and that is what torch loads, from the pinned wheels
+python docker/verify.py constraints STACK  the table's torch and torchvision, for `make lock`
+"""
+
+import hashlib
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from common.stack import differences, locked_versions, mapped_libraries, running_versions, stacks
+
+
+def strangers() -> list[str]:
+    """NVIDIA libraries that torch has loaded from elsewhere than from NVIDIA's wheels."""
+    shipped = {
+        file.name: Path(str(wheel.locate_file(file))).resolve()
+        for wheel in distributions()
+        if wheel.name.startswith("nvidia-")
+        for file in wheel.files or ()
+        if ".so" in file.name
+    }
+    loaded = [path for path in mapped_libraries() if path.name in shipped]
+    names = " ".join(path.name for path in loaded)
+    if not all(name in names for name in ("libcudart.", "libcublas.", "libcudnn.", "libnccl.")):
+        return [f"torch loads only these of NVIDIA's wheels: {names or 'none'}"]
+    return [f"{p} instead of {shipped[p.name]}" for p in loaded if p.resolve() != shipped[p.name]]
+
+
+def main(what: str, stack: str, sha256: str | None = None) -> str | None:
+    """Check, and return what is wrong."""
+    if what == "constraints":
+        print("\n".join(f"{part}=={stacks()[stack][part]}" for part in ("torch", "torchvision")))
+        return None
+    lock = ROOT / "docker" / "stacks" / f"{stack}.txt"
+    wrong = differences(stack, locked_versions(lock.read_text()))
+    if sha256 not in (None, hashlib.sha256(lock.read_bytes()).hexdigest()):
+        wrong.append(f"{lock.name} does not have the SHA-256 {sha256}")
+    if what == "installed":
+        import torch
+        import torchvision
+
+        boxes = torch.tensor([[0.0, 0.0, 1.0, 1.0]])
+        torchvision.ops.nms(boxes, torch.ones(1), 0.5)  # fails where the operators do not load
+        found = running_versions()
+        wrong += differences(stack, found) + strangers()
+        print(f"{stack}: " + ", ".join(f"{part} {number}" for part, number in found.items()))
+    return f"error: {'; '.join(wrong)}" if wrong else None
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

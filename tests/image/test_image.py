@@ -1,0 +1,274 @@
+"""The image, built from the shipped Dockerfile and run by a real engine."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, Recipe, Result, need, wait_for
+from tests.image.conftest import IMAGE
+from tests.image.engine import Engine
+
+pytestmark = pytest.mark.image
+
+UID = 12345
+OPTIONS = ("--epochs", "3", "--snapshot-every", "10", "--log-every", "1")
+HARDENED = ("--user", f"{UID}:{UID}", "--cap-drop", "ALL", "--security-opt", "no-new-privileges",
+            "--read-only", "--tmpfs", "/tmp")  # fmt: skip
+
+# Other NCCLs and drivers, as far as they are asked: what a user's environment may bring.
+_NCCL = "int ncclGetVersion(int *version) { *version = 21803; return 0; }"
+_DRIVER = "int cuDriverGetVersion(int *version) { *version = 12040; return 0; }"
+
+# Python reads this before anything else: steps that leave time for `docker stop`.
+_SLOW = """\
+import time
+from common.loop import Loop
+after_step = Loop.after_step
+def changed(self, loss):
+    after_step(self, loss)
+    time.sleep(0.05)
+Loop.after_step = changed
+"""
+
+
+@pytest.fixture
+def runs() -> Iterator[Path]:
+    """A folder for runs that belongs to the caller of the container, and that it can reach."""
+    folder = Path(tempfile.mkdtemp(prefix="runs-"))
+    os.chown(folder, UID, UID)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Result]:
+    """`make run` of the same on this machine, in the environment that runs the tests."""
+    runner = Recipe(tmp_path_factory.mktemp("reference"))
+    folder = runner.tmp_path / "run"
+    arguments = " ".join([*OPTIONS, "--output-dir", str(folder)])
+    process = runner.start("make", "-C", ROOT, "run", f"PYTHON={sys.executable}",
+                           "RECIPE=ddp_launch", "NPROC=2", f"ARGS={arguments}")  # fmt: skip
+    yield runner.finish(process, folder).assert_ok()
+    runner.stop()
+
+
+def run(
+    engine: Engine,
+    *recipe: str,
+    docker: tuple[str, ...] = (),
+    folder: Path | None = None,
+) -> Result:
+    """`docker run IMAGE RECIPE...`, with a folder as runs/ where one is given."""
+    mounted = ("--volume", f"{folder}:/workspace/runs") if folder else ()
+    done = engine.run("run", "--rm", *mounted, *docker, IMAGE, *recipe, check=False)
+    return Result(done.returncode, done.stdout, done.stderr, (folder or Path()) / "run")
+
+
+def test_no_argument_lists_the_recipes(engine: Engine, image: str) -> None:
+    said = engine.run("run", "--rm", image).stdout
+    for path in (ROOT / "recipes").glob("*/train.py"):
+        assert f"  {path.parent.name} " in said
+
+
+def test_the_weights_of_make_run(engine: Engine, image: str, reference: Result, runs: Path) -> None:
+    """As one user among others, with no rights, no network and nothing writable but runs/."""
+    done = run(engine, "ddp_launch", "--nproc", "2", *OPTIONS, "--output-dir", "runs/run",
+               docker=(*HARDENED, "--shm-size=1g", "--network", "none"), folder=runs)  # fmt: skip
+    assert done.assert_ok().sha == reference.sha
+    assert done.losses == reference.losses
+    assert {path.stat().st_uid for path in done.folder.rglob("*")} == {UID}
+
+
+def test_make_image_run_says_what_it_ran(engine: Engine, image: str, runs: Path) -> None:
+    need("setpriv")
+    done = engine.call(
+        "setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups", "make", "image-run",
+        "RECIPE=checkpoint_rnn", f"IMAGE={image}", f"RUNS={runs}", "PYTHON=python3",
+        "ARGS=--max-steps 2 --output-dir runs/run",
+    )  # fmt: skip
+    assert "checkpoint_rnn: " in done.stdout
+    assert {path.stat().st_uid for path in (runs / "run").rglob("*")} == {UID}
+    manifest = json.loads((runs / "run" / "manifest.json").read_text())
+    head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True)
+    assert manifest["git_commit"] == head.stdout.strip()
+    lock = (ROOT / "docker" / "stacks" / "cu132.txt").read_bytes()
+    assert manifest["lock_sha256"] == sha256(lock).hexdigest()
+    assert manifest["stack"] == "cu132"
+    digest = engine.run("image", "inspect", "--format", "{{.Id}}", image).stdout.strip()
+    assert manifest["image_digest"] == digest
+    pinned = json.loads((ROOT / "docker" / "stacks.json").read_text())["cu132"]
+    assert manifest["nccl"] == pinned["nccl"]
+    assert pinned["cudnn"].startswith(manifest["cudnn"])
+
+
+def test_two_hosts_of_compose(engine: Engine, image: str, reference: Result, runs: Path) -> None:
+    env = {"IMAGE": image, "RUNS": str(runs), "OWNER": f"{UID}:{UID}",
+           "OPTIONS": " ".join([*OPTIONS, "--output-dir", "runs/run"])}  # fmt: skip
+    compose = ("compose", "--file", "docker/compose.yaml", "--profile", "cpu")
+    try:
+        said = engine.run(*compose, "up", env=env).stdout
+    finally:
+        engine.run(*compose, "down", env=env)
+    assert Result(0, said, "", runs / "run").sha == reference.sha, said
+    manifest = json.loads((runs / "run" / "manifest.json").read_text())
+    assert manifest["hosts"] == ["host0", "host1"]
+    for profile in ("cpu", "gpu"):
+        engine.run("compose", "--file", "docker/compose.yaml", "--profile", profile, "config")
+
+
+def test_docker_stop_saves_and_docker_start_goes_on(
+    engine: Engine, image: str, reference: Result, runs: Path, tmp_path: Path
+) -> None:
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    (slow / "sitecustomize.py").write_text(_SLOW)
+    container = engine.run(
+        "run", "--detach", "--volume", f"{runs}:/workspace/runs", "--volume", f"{slow}:/slow:ro",
+        "--user", f"{UID}:{UID}", "--env", "PYTHONPATH=/opt/recipes:/slow", image,
+        "ddp_launch", "--nproc", "2", *OPTIONS, "--output-dir", "runs/run",
+    ).stdout.strip()  # fmt: skip
+    try:
+        metrics = runs / "run" / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 13)
+        start_s = time.monotonic()
+        engine.run("stop", "--time", "30", container)
+        assert time.monotonic() - start_s < 10
+        assert engine.run("wait", container).stdout.strip() == "75"
+        assert not (runs / "run" / "summary.json").exists()
+        engine.run("start", "--attach", container)
+    finally:
+        engine.run("rm", "--force", container)
+    done = Result(0, "", "", runs / "run")
+    assert done.sha == reference.sha
+    assert done.losses == reference.losses
+    assert done.summary["resumed_from"] % 10  # saved when it was told to, not at the interval
+
+
+def test_small_shared_memory(engine: Engine, image: str, runs: Path) -> None:
+    """Docker's default is 64 MB: refused with the flag to add, or fewer loading processes."""
+    images = ("ddp_launch", "--nproc", "2", "--data", "fake", "--image-size", "64",
+              "--max-steps", "1")  # fmt: skip
+    user = ("--user", f"{UID}:{UID}")
+    refused = run(engine, *images, "--num-workers", "1", "--output-dir", "runs/refused",
+                  folder=runs, docker=user)  # fmt: skip
+    assert refused.status == 2
+    (line,) = refused.errors
+    assert re.match(r"error: --num-workers 1: /dev/shm has 64 MiB free, and batches of \d+ MiB "
+                    r"leave room for 0 loading processes on each of 2 ranks", line)  # fmt: skip
+    assert "--shm-size=" in line
+    assert not list(runs.rglob("metrics.jsonl"))
+    fewer = run(engine, *images, "--num-workers", "auto", "--output-dir", "runs/fewer",
+                folder=runs, docker=user)  # fmt: skip
+    assert "leave room for 0 loading processes" in fewer.assert_ok().stdout
+    enough = run(engine, *images, "--num-workers", "1", "--output-dir", "runs/enough",
+                 folder=runs, docker=(*user, "--shm-size=1g"))  # fmt: skip
+    shas = {json.loads((runs / name / "summary.json").read_text())["weights_sha256"]
+            for name in ("fewer", "enough")}  # fmt: skip
+    assert enough.assert_ok().status == fewer.status
+    assert len(shas) == 1
+
+
+def library(folder: Path, name: str, code: str) -> Path:
+    """A shared library of the test's own."""
+    need("gcc")
+    folder.mkdir()
+    subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-", f"-Wl,-soname,{name}",
+                    "-o", folder / name], input=code, text=True, check=True)  # fmt: skip
+    return folder
+
+
+@pytest.mark.parametrize("variable", ["LD_LIBRARY_PATH", "LD_PRELOAD"])
+def test_another_nccl_is_refused(engine: Engine, image: str, tmp_path: Path, variable: str) -> None:
+    fake = library(tmp_path / "fake", "libnccl.so.2", _NCCL)
+    value = "/fake/libnccl.so.2" if variable == "LD_PRELOAD" else "/elsewhere:/fake"
+    done = run(engine, "ddp_launch",
+               docker=("--volume", f"{fake}:/fake:ro", "--env", f"{variable}={value}"))  # fmt: skip
+    assert done.status == 2
+    assert done.errors == [
+        f"error: {variable} brings nccl 2.18.3 where cu132 pins 2.30.7 (/fake/libnccl.so.2): "
+        f"unset {variable}"
+    ]
+
+
+def test_another_stack_is_refused(engine: Engine, image: str) -> None:
+    done = run(engine, "ddp_launch", "--nproc", "1", docker=("--env", "RECIPES_STACK=cu130"))
+    assert done.status == 2
+    (line,) = done.errors
+    assert "nccl 2.30.7 where cu130 pins 2.28.9" in line
+    assert "torch 2.15.0 where cu130 pins 2.11.0" in line
+
+
+def test_an_old_driver_is_refused(engine: Engine, image: str, tmp_path: Path) -> None:
+    fake = library(tmp_path / "fake", "libcuda.so.1", _DRIVER)
+    docker = ("--volume", f"{fake}:/fake:ro", "--env", "LD_LIBRARY_PATH=/fake")
+    done = run(engine, "ddp_launch", "--nproc", "2", docker=docker)
+    assert done.status == 2
+    (line,) = done.errors
+    assert "driver knows CUDA 12.4 at most" in line
+    assert "needs driver 580 or newer" in line
+    assert "take stack cu128 (STACK=cu128)" in line
+    run(engine, "ddp_launch", "--max-steps", "1", "--device", "cpu", docker=docker).assert_ok()
+
+
+def test_gpus_without_nvidias_runtime_end_as_the_readme_says(engine: Engine, image: str) -> None:
+    if shutil.which("nvidia-smi"):
+        pytest.skip("this machine has NVIDIA's runtime")
+    done = run(engine, "ddp_launch", docker=("--gpus", "all"))
+    said = 'could not select device driver "" with capabilities: [[gpu]]'
+    assert done.status == 125
+    assert said in done.stderr
+    assert said in (ROOT / "docker" / "README.md").read_text()
+
+
+def test_a_changed_lock_ends_the_build(engine: Engine, image: str, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT / "docker", copy / "docker")
+    for name in ("common", "recipes"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    lock = copy / "docker" / "stacks" / "cu132.txt"
+    lock.write_text(
+        lock.read_text().replace("nvidia-nccl-cu13==2.30.7", "nvidia-nccl-cu13==2.30.4")
+    )
+    done = engine.run("build", "--file", copy / "docker" / "Dockerfile", "--target", "runtime",
+                      "--tag", "torch-recipes:changed", *engine.build_arguments(), copy,
+                      check=False)  # fmt: skip
+    assert done.returncode != 0
+    assert "error: nccl 2.30.4 where cu132 pins 2.30.7" in done.stderr
+
+
+def test_what_the_image_holds(engine: Engine, image: str) -> None:
+    inspected = json.loads(engine.run("image", "inspect", image).stdout)[0]
+    config = inspected["Config"]
+    assert config["User"] == "1000:1000"
+    assert config["Entrypoint"] == ["python", "-m", "recipes"]
+    lock = (ROOT / "docker" / "stacks" / "cu132.txt").read_bytes()
+    assert config["Labels"]["torch-recipes.lock-sha256"] == sha256(lock).hexdigest()
+    assert config["Labels"]["torch-recipes.stack"] == "cu132"
+    assert re.match(r"[0-9a-f]{40}", config["Labels"]["org.opencontainers.image.revision"])
+    # Only what is named is there: no tests, no caches, no test data, nothing of the build's.
+    script = """\
+cd /opt/recipes; ls -A; find / -xdev \\( -path /proc -o -path /sys \\) -prune -o -type f \\
+    \\( -path '*/.cache/*' -o -path '/root/*' -o -path '/tmp/*' -o -path '/opt/*.whl' \\) -print
+echo wheels; cd /opt/venv/lib
+find . -name __pycache__ -prune -o -type f -print0 | du -cb --files0-from=- | tail -n 1
+"""
+    said = engine.run("run", "--rm", "--user", "0:0", "--entrypoint", "sh", image, "-c", script)
+    found, wheels = said.stdout.split("wheels\n")
+    base = {"/root/.bashrc", "/root/.profile"}
+    assert set(found.split()) - base == {"common", "docker", "recipes"}
+    assert not re.search(
+        r"(?i)token|secret|password", engine.run("history", "--no-trunc", image).stdout
+    )
+    share = inspected["Size"] / int(wheels.split()[0])
+    print(f"image {inspected['Size'] / 1e9:.2f} GB, {share:.3f} times its wheels")
+    assert share < 1.15
