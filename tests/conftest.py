@@ -169,10 +169,10 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 60) -> Any:
+def wait_for(condition: Callable[[], Any], timeout_s: float = 60, every_s: float = 0.02) -> Any:
     """Poll until `condition()` is true and return it."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline, "nothing happened in time"
-        time.sleep(0.02)
+        time.sleep(every_s)
     return found

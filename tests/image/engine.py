@@ -76,7 +76,7 @@ class Engine:
                 env=self.env, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                 start_new_session=True, preexec_fn=end_with_parent,
             )  # fmt: skip
-        wait_for(lambda: self._daemon_lives() and _answers(self.env))
+        wait_for(lambda: self._daemon_lives() and _answers(self.env), every_s=0.2)
         (self._folder / "socket").chmod(0o666)  # tests are callers of several uids
         self._folder.chmod(0o755)
 

@@ -230,6 +230,24 @@ def test_gpus_without_nvidias_runtime_end_as_the_readme_says(engine: Engine, ima
     assert said in (ROOT / "docker" / "README.md").read_text()
 
 
+def test_development_has_the_tests_and_a_compiler(engine: Engine, image: str) -> None:
+    tag = "torch-recipes:test-development"
+    build = " ".join(engine.build_arguments("development"))
+    engine.call("make", "image", "TARGET=development", f"IMAGE={tag}", f"BUILD={build}")
+    script = """\
+python -m pytest -q -p no:cacheprovider tests/test_stack.py tests/test_optim.py
+python -c '
+import torch
+x = torch.randn(64, 64)
+f = lambda x: (x.sin() + x.cos()).relu().sum(1)
+torch.testing.assert_close(torch.compile(f)(x), f(x))
+print("compiled")'
+"""
+    said = engine.run("run", "--rm", "--user", f"{UID}:{UID}", tag, "bash", "-ec", script).stdout
+    assert " passed" in said
+    assert said.endswith("compiled\n")
+
+
 def test_a_changed_lock_ends_the_build(engine: Engine, image: str, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(ROOT / "docker", copy / "docker")

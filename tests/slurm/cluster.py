@@ -31,7 +31,7 @@ ClusterName=recipes
 SlurmctldHost={head}({head_address})
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket,cred_expire=5
+AuthInfo=socket={folder}/munge/socket,cred_expire=8
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -52,10 +52,8 @@ PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0
 ReturnToService=2
-SlurmdTimeout=10
+SlurmdTimeout=15
 KillWait=10
-MessageTimeout=5
-BatchStartTimeout=5
 JobRequeue=1
 EnforcePartLimits=ALL
 FirstJobId={first_job_id}
@@ -93,7 +91,7 @@ class Cluster:
             self._daemons.append(self._popen(head, "slurmctld"))
             for node in NODES:
                 self.power_on(node)
-            wait_for(lambda: self._idle() == len(NODES), 60)
+            wait_for(lambda: self._idle() == len(NODES), 60, 0.1)
         except BaseException:
             self.close()
             raise
