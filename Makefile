@@ -1,7 +1,7 @@
 # Launches things; knows nothing else. `make` lists the targets.
 STACK ?= cu132
 LOCK := docker/stacks/$(STACK).txt
-STACKS := $(filter-out dev,$(basename $(notdir $(wildcard docker/stacks/*.txt))))
+STACKS := $(shell python3 -c 'import json; print(*json.load(open("docker/stacks.json")))')
 VENV := $(if $(filter cu132,$(STACK)),.venv,.venv-$(STACK))
 ifdef PYTHON  # an interpreter that already has torch: nothing is installed
 INSTALLED :=
@@ -11,10 +11,10 @@ PYTHON := $(VENV)/bin/python
 INSTALLED := venv
 INSTALLED_DEV := venv-dev
 endif
-IMAGE ?= torch-recipes:$(STACK)
+IMAGE ?= torch-recipes:$(STACK)$(if $(filter development,$(TARGET)),-development)
 DOCKER ?= docker
 RUNS ?= $(CURDIR)/runs
-GPUS ?= $(if $(shell command -v nvidia-smi),all)
+GPUS ?= $(if $(shell command -v nvidia-smi 2>/dev/null),all)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 LAUNCH = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) \
@@ -50,15 +50,18 @@ image: ## Build the image of a stack: make image [STACK=cu130] [TARGET=developme
 	@test -f $(LOCK) || { echo "error: no stack $(STACK): STACK is one of $(STACKS)" >&2; exit 2; }
 	@$(DOCKER) build --file docker/Dockerfile --target $(or $(TARGET),runtime) --tag $(IMAGE) \
 		--build-arg STACK=$(STACK) --build-arg LOCK_SHA256=$$(sha256sum $(LOCK) | cut -d' ' -f1) \
-		--build-arg COMMIT=$$(git describe --always --abbrev=40 --dirty --exclude '*') \
-		--build-arg SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BUILD) .
+		--build-arg COMMIT=$$(git describe --always --abbrev=40 --dirty --exclude '*' || echo unknown) \
+		--build-arg SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct || echo 0) $(BUILD) .
 
 image-run: ## Train in the image: make image-run RECIPE=ddp_launch [NPROC=2] [ARGS="..."] [GPUS=all]
+	@$(if $(RECIPE),,echo "error: which one? make image-run RECIPE=NAME" >&2; exit 2)
+	@$(DOCKER) version >/dev/null || exit 2
 	@$(DOCKER) image inspect $(IMAGE) >/dev/null 2>&1 || \
 		{ echo "error: no image $(IMAGE): make image STACK=$(STACK)" >&2; exit 2; }
-	@mkdir -p $(RUNS)
-	@$(DOCKER) run --rm $$(test -t 1 && echo --tty) $(if $(GPUS),--gpus $(GPUS) --ulimit memlock=-1) \
-		--shm-size=8g --user $$(id -u):$$(id -g) --volume $(RUNS):/workspace/runs \
+	@mkdir -p "$(RUNS)"
+	@$(DOCKER) run --rm $$(test -t 0 && test -t 1 && echo --interactive --tty) --shm-size=8g \
+		$(if $(GPUS),--gpus '$(GPUS)' --ulimit memlock=-1) --user $$(id -u):$$(id -g) \
+		--volume "$$(realpath "$(RUNS)")":/workspace/runs \
 		--env RECIPES_IMAGE_DIGEST=$$($(DOCKER) image inspect --format '{{.Id}}' $(IMAGE)) \
 		$(DOCKER_ARGS) $(IMAGE) $(RECIPE) $(LAUNCH) $(ARGS)
 
@@ -72,7 +75,7 @@ check: $(INSTALLED_DEV) ## Lint, formatting, types
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
 	@$(PYTHON) -m mypy
-	@hadolint=$$(dirname $$(command -v $(PYTHON)))/hadolint; $$hadolint docker/Dockerfile
+	@$$(command -v $(dir $(PYTHON))hadolint hadolint | head -n 1) docker/Dockerfile
 
 bench: $(INSTALLED) ## Measure a recipe beside its alternatives: make bench RECIPE=NAME; renews its results and README
 	@$(PYTHON) -m recipes.bench $(RECIPE) $(ARGS)

@@ -126,19 +126,23 @@ def make_loaders(
     batches = GlobalBatches(len(data.train), global_batch_size, seed, ranks.rank, ranks.world_size)
     held_out = fixed_batches(len(data.val), EVAL_BATCH_SIZE, ranks.rank, ranks.world_size)
     pin = options.pin_memory and device.type == "cuda"
-    workers = options.num_workers
-    if workers:
+    if options.num_workers:
         with agreed():
             largest = max(batches.batch_size_per_rank, min(EVAL_BATCH_SIZE, len(data.val)))
             most, why = most_workers(data.train, largest, ranks.local_world_size)
-            if workers != "auto" and workers > most:
-                raise InputError(f"--num-workers {workers}: {why}; {SHARED_MEMORY_HINT}")
-    if workers == "auto":
+            if options.num_workers != "auto" and options.num_workers > most:
+                raise InputError(
+                    f"--num-workers {options.num_workers}: {why}; {SHARED_MEMORY_HINT}"
+                )
+    if options.num_workers == "auto":
         cores = max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size)
         if most < cores and ranks.is_main:
             log.info(f"{why}; {SHARED_MEMORY_HINT}")
         cores = min(most, cores)
-        workers = choose_num_workers(data.train, list(batches), device, pin, folder, cores)
+        known = choose_num_workers(data.train, list(batches), device, pin, folder, cores)
+        workers = min(most, known)  # a resumed run's may be from a host with more room
+    else:
+        workers = options.num_workers
     loader = make_loader(
         data.train, batches, style=options.loader, num_workers=workers, pin_memory=pin
     )

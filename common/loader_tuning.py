@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -59,7 +60,7 @@ def most_workers(
     """
     if free_bytes is None:
         if not _SHARED_MEMORY.is_dir():
-            return os.cpu_count() or 1, f"no {_SHARED_MEMORY}"
+            return sys.maxsize, f"no {_SHARED_MEMORY}"
         status = os.statvfs(_SHARED_MEMORY)
         free_bytes = status.f_bavail * status.f_frsize
     image, _ = samples[(0, 0)]

@@ -63,7 +63,11 @@ def describe_machine() -> dict[str, Any]:
     built_from = os.environ.get("RECIPES_COMMIT", "")  # an image's: sha, or sha-dirty
     return {
         "git_commit": commit.decode().strip() if commit else built_from.split("-")[0] or None,
-        "git_dirty": bool(diff) if commit else built_from.endswith("-dirty") or None,
+        "git_dirty": bool(diff)
+        if commit
+        else built_from.endswith("-dirty")
+        if built_from
+        else None,
         "git_diff_sha256": hashlib.sha256(diff).hexdigest() if diff else None,
         "lock_sha256": hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else None,
         "image_digest": os.environ.get("RECIPES_IMAGE_DIGEST"),

@@ -26,6 +26,10 @@ _WHEELS = {
     "cudnn": r"nvidia-cudnn-cu\d+==(\S+)",
 }
 
+_CUDA_LIBRARIES = ("libcublas", "libcudart", "libcudnn", "libcufft", "libcufile", "libcupti",
+                   "libcurand", "libcusolver", "libcusparse", "libnccl", "libnvJitLink",
+                   "libnvrtc", "libnvshmem", "libnvToolsExt")  # fmt: skip
+
 _ASK_NCCL = """\
 import ctypes, sys
 number = ctypes.c_int()
@@ -68,6 +72,22 @@ def mapped_libraries(name: str = "") -> list[Path]:
     return sorted(path for path in paths if path.name.startswith(name))
 
 
+def strangers() -> list[str]:
+    """A phrase for each CUDA library in memory that is not one of the environment's wheels.
+
+    Torch's search path comes before LD_LIBRARY_PATH, but that of NVIDIA's own libraries does not:
+    cuBLAS may find another cuBLASLt there. The driver's libraries are the host's and may be.
+    """
+    import torch
+
+    wheels = Path(torch.__file__).resolve().parents[1]
+    return [
+        f"{path} is not of the locked wheels"
+        for path in mapped_libraries()
+        if path.name.startswith(_CUDA_LIBRARIES) and not path.resolve().is_relative_to(wheels)
+    ]
+
+
 def differences(stack: str, found: dict[str, str]) -> list[str]:
     """A phrase for each part whose version is not the table's; `found` may say less of it.
 
@@ -85,10 +105,11 @@ def differences(stack: str, found: dict[str, str]) -> list[str]:
 
 
 def check_environment() -> None:
-    """In an image: refuse an NCCL that the environment puts before the stack's.
+    """In an image: refuse another NCCL that the environment brings.
 
-    Called before torch is imported, because another NCCL can break the import itself
-    (pytorch#122571), and only the version would tell why.
+    Called before torch is imported, because a preloaded NCCL can break the import itself
+    (pytorch#122571), and only the version would tell why. One in LD_LIBRARY_PATH is not what torch
+    takes, but whatever else asks for NCCL there (a plugin, a test program) takes it.
 
     Raises:
         InputError: with both versions, the file and the variable that brings it.
@@ -113,11 +134,16 @@ def check_versions() -> None:
         InputError: with both versions of each part that differs.
     """
     stack = os.environ.get("RECIPES_STACK")
-    if stack and (different := differences(stack, running_versions())):
-        where = ", ".join(map(str, mapped_libraries("libnccl.so")))
+    if not stack:
+        return
+    try:
+        different = differences(stack, running_versions()) + strangers()
+    except RuntimeError as error:  # torch's own: cuDNN is another than it was built with
+        different = [str(error)]
+    if different:
         raise InputError(
-            f"this image does not hold what it is named after: {'; '.join(different)} (NCCL is "
-            f"{where}): build it anew (make image), or take out what was added to it"
+            f"this image does not run what it is named after: {'; '.join(different)}: build it "
+            "anew (make image), or take out what was added to it or its environment"
         )
 
 
@@ -150,8 +176,9 @@ def check_driver(driver: str = "libcuda.so.1") -> None:
     raise InputError(
         f"this host's NVIDIA driver knows CUDA {newest}.{number.value % 1000 // 10} at most, and "
         f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, which needs driver "
-        f"{oldest} or newer: update the driver, or "
-        + (f"take stack {' or '.join(fit)} (STACK={fit[0]})" if fit else "train with --device cpu")
+        f"{oldest} or newer: update the driver, "
+        + (f"take stack {' or '.join(fit)} (STACK={fit[0]}), " if fit else "")
+        + "or train with --device cpu"
     )
 
 

@@ -7,29 +7,19 @@ python docker/verify.py constraints STACK  the table's torch and torchvision, fo
 
 import hashlib
 import sys
-from importlib.metadata import distributions
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from common.stack import differences, locked_versions, mapped_libraries, running_versions, stacks
-
-
-def strangers() -> list[str]:
-    """NVIDIA libraries that torch has loaded from elsewhere than from NVIDIA's wheels."""
-    shipped = {
-        file.name: Path(str(wheel.locate_file(file))).resolve()
-        for wheel in distributions()
-        if wheel.name.startswith("nvidia-")
-        for file in wheel.files or ()
-        if ".so" in file.name
-    }
-    loaded = [path for path in mapped_libraries() if path.name in shipped]
-    names = " ".join(path.name for path in loaded)
-    if not all(name in names for name in ("libcudart.", "libcublas.", "libcudnn.", "libnccl.")):
-        return [f"torch loads only these of NVIDIA's wheels: {names or 'none'}"]
-    return [f"{p} instead of {shipped[p.name]}" for p in loaded if p.resolve() != shipped[p.name]]
+from common.stack import (
+    differences,
+    locked_versions,
+    mapped_libraries,
+    running_versions,
+    stacks,
+    strangers,
+)
 
 
 def main(what: str, stack: str, sha256: str | None = None) -> str | None:
@@ -49,6 +39,8 @@ def main(what: str, stack: str, sha256: str | None = None) -> str | None:
         torchvision.ops.nms(boxes, torch.ones(1), 0.5)  # fails where the operators do not load
         found = running_versions()
         wrong += differences(stack, found) + strangers()
+        for name in ("libcudart", "libcublas", "libcudnn", "libnccl"):
+            wrong += [] if mapped_libraries(name) else [f"torch has not loaded {name}"]
         print(f"{stack}: " + ", ".join(f"{part} {number}" for part, number in found.items()))
     return f"error: {'; '.join(wrong)}" if wrong else None
 

@@ -18,8 +18,10 @@ def engine() -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="session")
-def image(engine: Engine) -> str:
+def image(engine: Engine) -> Iterator[str]:
     """The image of the default stack, built by `make image` from the shipped Dockerfile."""
     build = " ".join(engine.build_arguments())
     engine.call("make", "image", f"IMAGE={IMAGE}", f"BUILD={build}", timeout_s=1500)
-    return IMAGE
+    yield IMAGE
+    if not engine.own:  # ours keeps its cache for the next run
+        engine.run("image", "rm", "--force", IMAGE, f"{IMAGE}-development")

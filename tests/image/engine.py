@@ -5,6 +5,7 @@ is brought up here: Debian's packages, unpacked beside the repository and never 
 images made by debootstrap, which stand for the pinned ones because no registry is to be reached.
 """
 
+import os
 import re
 import shutil
 import signal
@@ -19,6 +20,9 @@ from tests.conftest import ROOT, clean_env, need, need_root, wait_for
 
 FOLDER = ROOT / ".engine"  # kept between runs: programs, base images, build cache
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
+
+CALLER = 12345
+"""A user who may ask the engine, as root may, and who is nobody in the image."""
 
 _PACKAGES = ("docker.io", "docker-cli", "docker-buildx", "docker-compose", "containerd")
 _SLIM, _FULL = "test-base:slim", "test-base:full"
@@ -77,7 +81,8 @@ class Engine:
                 start_new_session=True, preexec_fn=end_with_parent,
             )  # fmt: skip
         wait_for(lambda: self._daemon_lives() and _answers(self.env), every_s=0.2)
-        (self._folder / "socket").chmod(0o666)  # tests are callers of several uids
+        os.chown(self._folder / "socket", CALLER, CALLER)
+        (self._folder / "socket").chmod(0o600)
         self._folder.chmod(0o755)
 
     def _daemon_lives(self) -> bool:

@@ -51,7 +51,7 @@ def describe(file: Path) -> dict[str, Any]:
 def contents(blob: Any) -> dict[str, str]:
     """Each entry of a layer: a hash over its header and bytes."""
     found = {}
-    with tarfile.open(fileobj=blob, mode="r|") as layer:
+    with tarfile.open(fileobj=blob, mode="r|*") as layer:
         for entry in layer:
             header = (entry.mode, entry.uid, entry.gid, entry.mtime, entry.type, entry.linkname)
             digest = hashlib.sha256(repr(header).encode())

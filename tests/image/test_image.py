@@ -16,11 +16,11 @@ import pytest
 
 from tests.conftest import ROOT, Recipe, Result, need, wait_for
 from tests.image.conftest import IMAGE
+from tests.image.engine import CALLER as UID
 from tests.image.engine import Engine
 
-pytestmark = pytest.mark.image
+pytestmark = [pytest.mark.image, pytest.mark.timeout(1800)]  # the first one waits for the build
 
-UID = 12345
 OPTIONS = ("--epochs", "3", "--snapshot-every", "10", "--log-every", "1")
 HARDENED = ("--user", f"{UID}:{UID}", "--cap-drop", "ALL", "--security-opt", "no-new-privileges",
             "--read-only", "--tmpfs", "/tmp")  # fmt: skip
@@ -104,6 +104,9 @@ def test_make_image_run_says_what_it_ran(engine: Engine, image: str, runs: Path)
     lock = (ROOT / "docker" / "stacks" / "cu132.txt").read_bytes()
     assert manifest["lock_sha256"] == sha256(lock).hexdigest()
     assert manifest["stack"] == "cu132"
+    assert manifest["git_dirty"] is bool(
+        subprocess.run(["git", "-C", ROOT, "diff", "HEAD", "--quiet"]).returncode
+    )
     digest = engine.run("image", "inspect", "--format", "{{.Id}}", image).stdout.strip()
     assert manifest["image_digest"] == digest
     pinned = json.loads((ROOT / "docker" / "stacks.json").read_text())["cu132"]
@@ -176,6 +179,13 @@ def test_small_shared_memory(engine: Engine, image: str, runs: Path) -> None:
             for name in ("fewer", "enough")}  # fmt: skip
     assert enough.assert_ok().status == fewer.status
     assert len(shas) == 1
+    # What is said to fit does fit, to the last process.
+    small = ("ddp_launch", "--nproc", "2", "--data", "fake", "--image-size", "40", "--max-steps",
+             "4", "--output-dir", "runs/small", "--num-workers")  # fmt: skip
+    (line,) = run(engine, *small, "50", folder=runs, docker=user).errors
+    (most,) = re.findall(r"leave room for (\d+) loading", line)
+    assert int(most) >= 2
+    run(engine, *small, most, folder=runs, docker=user).assert_ok()
 
 
 def library(folder: Path, name: str, code: str) -> Path:
@@ -198,6 +208,22 @@ def test_another_nccl_is_refused(engine: Engine, image: str, tmp_path: Path, var
         f"error: {variable} brings nccl 2.18.3 where cu132 pins 2.30.7 (/fake/libnccl.so.2): "
         f"unset {variable}"
     ]
+
+
+def test_a_stray_cuda_library_is_refused(engine: Engine, image: str) -> None:
+    """One that torch takes from elsewhere than from its wheel, be it the same: by the build's check
+    and at the start."""
+    script = """\
+stray=/tmp/libnvJitLink.so.13
+cp /opt/venv/lib/python3.*/site-packages/nvidia/cu13/lib/libnvJitLink.so.13 $stray
+export LD_PRELOAD=$stray
+python /opt/recipes/docker/verify.py installed cu132; echo status $?
+python -m recipes ddp_launch --nproc 1; echo status $?
+"""
+    done = engine.run("run", "--rm", "--entrypoint", "sh", image, "-c", script)
+    assert re.findall(r"status (\d)", done.stdout) == ["1", "2"]
+    for line in re.findall("(?m)^error: .*$", done.stderr):
+        assert "/tmp/libnvJitLink.so.13 is not of the locked wheels" in line
 
 
 def test_another_stack_is_refused(engine: Engine, image: str) -> None:
@@ -231,7 +257,7 @@ def test_gpus_without_nvidias_runtime_end_as_the_readme_says(engine: Engine, ima
 
 
 def test_development_has_the_tests_and_a_compiler(engine: Engine, image: str) -> None:
-    tag = "torch-recipes:test-development"
+    tag = f"{IMAGE}-development"
     build = " ".join(engine.build_arguments("development"))
     engine.call("make", "image", "TARGET=development", f"IMAGE={tag}", f"BUILD={build}")
     script = """\
