@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -25,6 +26,15 @@ _ENVIRONMENT = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_RESTART_COUNT",
 )  # fmt: skip
 
+# What a word of a command may hide, as far as its form tells: the value of an option with such a
+# name, the user part of an address, and the tokens whose issuers gave them a prefix.
+_SECRET = re.compile(
+    r"""(?ix) (?P<before> --[\w-]*(?:token|secret|passw|credential|api[-_]?key)[\w-]* [=\s]+ )
+        (?: '[^']*' | \S+ )
+    | (?P<scheme> \w:// ) [^/\s@']+ (?=@)
+    | \b (?: gh[pousr]_ | github_pat_ | glpat- | hf_ | xox[abp]- | sk- | AKIA ) [\w-]{8,}"""
+)
+
 
 def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) -> dict[str, Any]:
     """Everything outside the options that a result may depend on. Calls a collective.
@@ -37,7 +47,7 @@ def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) 
     gpus = [torch.cuda.get_device_name(gpu) for gpu in devices if gpu.type == "cuda"]
     hosts = gather((socket.gethostname(), gpus))
     return {
-        "command": command_line(),
+        "command": without_secrets(command_line()),
         **describe_machine(),
         "gpus": [name for _, names in hosts for name in names],
         "world_size": len(hosts),
@@ -80,6 +90,11 @@ def describe_machine() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cpu_cores": len(os.sched_getaffinity(0)),
     }
+
+
+def without_secrets(command: str) -> str:
+    """The command with `***` in the place of tokens and passwords."""
+    return _SECRET.sub(lambda found: f"{found['before'] or found['scheme'] or ''}***", command)
 
 
 def _git(*arguments: str) -> bytes | None:

@@ -13,9 +13,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from common.manifest import without_secrets
 from common.record import weights_sha256
 from tests.conftest import ROOT, Recipe, Result, need, wait_for
 
+PLANTED = "hf_planted0123456789"
 OPTIONS = ("--epochs", "6", "--log-every", "5", "--snapshot-every", "4")
 STEPS = 6 * 14
 
@@ -36,10 +38,11 @@ def assert_same(result: Result, reference: Result) -> None:
 
 def test_make_run_trains_with_its_defaults(recipe: Recipe) -> None:
     need("make")
-    folder = recipe.tmp_path / "a folder"
+    folder = recipe.tmp_path / f"a folder {PLANTED}"
     process = recipe.start(
         "make", "--no-print-directory", "-C", ROOT, "run", f"PYTHON={sys.executable}",
         "RECIPE=ddp_launch", f"ARGS=--output-dir '{folder}'",
+        env={"HF_TOKEN": PLANTED, "NCCL_DEBUG_TOKEN": PLANTED},
     )  # fmt: skip
     result = recipe.finish(process, folder).assert_ok()
     summary = result.summary
@@ -59,8 +62,29 @@ def test_make_run_trains_with_its_defaults(recipe: Recipe) -> None:
     assert_record(folder, summary)
 
 
+@pytest.mark.parametrize(
+    ("typed", "kept"),
+    [
+        ("--weights https://me:abc123@host/w.pt", "--weights https://***@host/w.pt"),
+        (
+            "--data-path 'https://abc123@host/a b' --lr 0.1",
+            "--data-path 'https://***@host/a b' --lr 0.1",
+        ),
+        ("--hub-token abc123 --seed 1", "--hub-token *** --seed 1"),
+        ("--password='abc 123' --seed 1", "--password=*** --seed 1"),
+        ("--output-dir runs/hf_abc123456", "--output-dir runs/***"),
+        ("--output-dir runs/token/sk-1 --model a@b", "--output-dir runs/token/sk-1 --model a@b"),
+    ],
+)
+def test_a_manifest_keeps_no_secret_of_the_command(typed: str, kept: str) -> None:
+    assert without_secrets(f"python -m recipes ddp_launch {typed}") == (
+        f"python -m recipes ddp_launch {kept}"
+    )
+
+
 def assert_record(folder: Path, summary: dict[str, Any]) -> None:
     """The files of the contract."""
+    assert PLANTED not in (folder / "manifest.json").read_text()
     config = json.loads((folder / "config.json").read_text())
     assert (config["lr"], config["data"], config["seed"]) == (0.1, "digits", 0)
     manifest = json.loads((folder / "manifest.json").read_text())
