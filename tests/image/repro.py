@@ -39,18 +39,18 @@ def describe(file: Path) -> dict[str, Any]:
 
         index = read("index.json")["manifests"][0]
         manifest = read(f"blobs/{index['digest'].replace(':', '/')}")
-        layers = []
+        layers: list[dict[str, Any]] = []
         for layer in manifest["layers"]:
             blob = archive.extractfile(f"blobs/{layer['digest'].replace(':', '/')}")
-            layers.append(
-                {"digest": layer["digest"], "size": layer["size"], "files": contents(blob)}
-            )
-    return {"digest": index["digest"], "config": manifest["config"]["digest"], "layers": layers}
+            files, wheels = contents(blob)
+            layers.append({"digest": layer["digest"], "bytes": layer["size"],
+                           "wheels_bytes": wheels, "files": files})  # fmt: skip
+    return {"digest": index["digest"], "layers": layers}
 
 
-def contents(blob: Any) -> dict[str, str]:
-    """Each entry of a layer: a hash over its header and bytes."""
-    found = {}
+def contents(blob: Any) -> tuple[dict[str, str], int]:
+    """A hash over header and bytes of each entry of a layer, and the size of the wheels' files."""
+    found, wheels_bytes = {}, 0
     with tarfile.open(fileobj=blob, mode="r|*") as layer:
         for entry in layer:
             header = (entry.mode, entry.uid, entry.gid, entry.mtime, entry.type, entry.linkname)
@@ -59,7 +59,9 @@ def contents(blob: Any) -> dict[str, str]:
                 while chunk := file.read(1 << 20):
                     digest.update(chunk)
             found[entry.name] = digest.hexdigest()
-    return found
+            if entry.name.startswith("opt/venv/lib/") and "/__pycache__/" not in entry.name:
+                wheels_bytes += entry.size
+    return found, wheels_bytes
 
 
 def main() -> int:
@@ -89,8 +91,11 @@ def main() -> int:
         "machine": describe_machine(),
         "digests": [one["digest"], two["digest"]],
         "identical": one["digest"] == two["digest"],
-        "layers": [{"digest": a["digest"], "same": a["digest"] == b["digest"], "bytes": a["size"]}
+        "layers": [{"digest": a["digest"], "same": a["digest"] == b["digest"], "bytes": a["bytes"]}
                    for a, b in zip(one["layers"], two["layers"], strict=True)],
+        "image_bytes": (image := sum(layer["bytes"] for layer in one["layers"])),
+        "wheels_bytes": (wheels := sum(layer["wheels_bytes"] for layer in one["layers"])),
+        "image_to_wheels": round(image / wheels, 3),
         "different_files": different,
         "build_s": seconds,
     }  # fmt: skip

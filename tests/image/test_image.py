@@ -301,7 +301,8 @@ def test_what_the_image_holds(engine: Engine, image: str) -> None:
     assert re.match(r"[0-9a-f]{40}", config["Labels"]["org.opencontainers.image.revision"])
     # Only what is named is there: no tests, no caches, no test data, nothing of the build's.
     script = """\
-cd /opt/recipes; ls -A; find / -xdev \\( -path /proc -o -path /sys \\) -prune -o -type f \\
+ls -A /tmp; cd /opt/recipes; ls -A
+find / -xdev \\( -path /proc -o -path /sys \\) -prune -o -type f \\
     \\( -path '*/.cache/*' -o -path '/root/*' -o -path '/tmp/*' -o -path '/opt/*.whl' \\) -print
 echo wheels; cd /opt/venv/lib
 find . -name __pycache__ -prune -o -type f -print0 | du -cb --files0-from=- | tail -n 1
