@@ -22,12 +22,13 @@ LAUNCH = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) \
 	$(if $(MASTER_PORT),--master-port $(MASTER_PORT))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-slow test-slurm slurm-check image image-run image-test image-repro check bench \
-	gpu-check format diff-ddp tensorboard venv venv-dev lock clean
+.PHONY: help run test test-slow test-slurm slurm-check image image-run image-test image-repro check \
+	reproduce bench gpu-check format diff-ddp tensorboard venv venv-dev lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo; echo "  Variables: RECIPE=NAME NPROC=N ARGS=\"...\" NNODES= NODE_RANK= MASTER_ADDR= MASTER_PORT="
+	@echo "             RUN= AGAINST= (reproduce), GPUS= RUNS= IMAGE= DOCKER_ARGS= (image-run)"
 	@echo "             STACK={$(STACKS)} (default cu132), or PYTHON=python3 for one that has torch"
 
 run: $(INSTALLED) ## Train: make run RECIPE=ddp_launch [NPROC=2] [ARGS="--epochs 3"]
@@ -76,6 +77,9 @@ check: $(INSTALLED_DEV) ## Lint, formatting, types
 	@$(PYTHON) -m ruff format --check .
 	@$(PYTHON) -m mypy
 	@$$(command -v $(dir $(PYTHON))hadolint hadolint | head -n 1) docker/Dockerfile
+
+reproduce: $(INSTALLED) ## Run a recorded run again, compare the bits: make reproduce RUN=runs/NAME/... [AGAINST=RUN2]
+	@$(PYTHON) -m recipes reproduce $(RUN) $(if $(AGAINST),--against $(AGAINST)) $(ARGS)
 
 bench: $(INSTALLED) ## Measure a recipe beside its alternatives: make bench RECIPE=NAME; renews its results and README
 	@$(PYTHON) -m recipes.bench $(RECIPE) $(ARGS)

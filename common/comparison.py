@@ -35,12 +35,9 @@ def run_fresh(
         InputError: it ended with status 2; its own error line.
         TrainingError: it failed otherwise.
     """
-    given = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_LAUNCHER)}
-    path = os.pathsep.join(filter(None, [ROOT, given.get("PYTHONPATH")]))
-    command = [sys.executable, "-P", "-m", module, *map(str, arguments)]
     done = subprocess.run(
-        command, env={**given, **(env or {}), "PYTHONPATH": path}, capture_output=True, text=True,
-        preexec_fn=end_with_parent,
+        [sys.executable, "-P", "-m", module, *map(str, arguments)], env=fresh_environment(env),
+        capture_output=True, text=True, preexec_fn=end_with_parent,
     )  # fmt: skip
     if done.returncode == 0:
         return done.stdout
@@ -48,6 +45,13 @@ def run_fresh(
     message = lines[-1].removeprefix("error: ") if lines else done.stderr[-500:]
     kind = InputError if done.returncode == 2 else TrainingError
     raise kind(f"{' '.join(map(str, arguments))}: {message}")
+
+
+def fresh_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment without a launcher's variables, and with the project's path."""
+    given = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_LAUNCHER)}
+    path = os.pathsep.join(filter(None, [ROOT, given.get("PYTHONPATH")]))
+    return {**given, **(more or {}), "PYTHONPATH": path}
 
 
 def run_recipe(

@@ -28,7 +28,7 @@ _MAY_DIFFER_BY_HOST = {"output_dir", "data_path", "weights", "resume"}
 
 # Options that change where, how fast or how long a run goes, but no number in it. The data's
 # fingerprint stands for its path, and the resolved batch for the two ways to give it.
-_FREE = {
+FREE = {
     "output_dir", "resume", "snapshot_every", "keep_snapshots", "log_every", "epoch_weights",
     "max_steps", "num_workers", "loader", "pin_memory", "download", "verify_images", "data_path",
     "device", "backend", "timeout_s", "global_batch_size", "batch_size_per_rank",
@@ -328,7 +328,7 @@ def flatten(config: Any) -> dict[str, Any]:
 
 
 def _decisive(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in _FREE}
+    return {name: value for name, value in options.items() if name not in FREE}
 
 
 def weights_sha256(state_dict: dict[str, Tensor]) -> str:
