@@ -172,11 +172,11 @@ def check_driver(driver: str = "libcuda.so.1") -> None:
     if newest >= needed:
         return
     fit = [name for name, parts in stacks().items() if int(parts["cuda"].split(".")[0]) <= newest]
-    oldest = min(p["driver"] for p in stacks().values() if p["cuda"].startswith(f"{needed}."))
+    drivers = [p["driver"] for p in stacks().values() if p["cuda"].startswith(f"{needed}.")]
     raise InputError(
         f"this host's NVIDIA driver knows CUDA {newest}.{number.value % 1000 // 10} at most, and "
-        f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, which needs driver "
-        f"{oldest} or newer: update the driver, "
+        f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, which needs "
+        f"{f'driver {min(drivers)} or newer' if drivers else 'a newer one'}: update the driver, "
         + (f"take stack {' or '.join(fit)} (STACK={fit[0]}), " if fit else "")
         + "or train with --device cpu"
     )

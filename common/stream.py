@@ -6,8 +6,10 @@ Exact resume in the middle of an epoch and the same training at any world size f
 """
 
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -162,7 +164,7 @@ def make_loader(
         "num_workers": num_workers,
         "pin_memory": pin_memory,
         "generator": torch.Generator(),  # else each epoch draws from the training's generator
-        "worker_init_fn": _leave_signals_to_training,
+        "worker_init_fn": _leave_endings_to_training,
         # A rank that was itself spawned would else spawn its workers too: 2 s more, each epoch
         # for a stream. They touch no GPU, so that forking is safe.
         "multiprocessing_context": "fork" if num_workers else None,
@@ -173,8 +175,17 @@ def make_loader(
     return DataLoader(samples, batch_sampler=batches, persistent_workers=num_workers > 0, **options)
 
 
-def _leave_signals_to_training(_worker: int) -> None:
+def _leave_endings_to_training(_worker: int) -> None:
     # A scheduler signals a job's every process: a worker that died of SIGTERM would turn an
     # orderly stop into a crash. Workers end when their queue closes or their parent is gone.
     for number in (*STOP_SIGNALS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    # A rank that ends while a batch is handed over says so itself.
+    sys.excepthook = _say_all_but_a_lost_rank
+
+
+def _say_all_but_a_lost_rank(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    if not issubclass(kind, ConnectionError | EOFError):
+        sys.__excepthook__(kind, error, trace)

@@ -1,5 +1,6 @@
 """The sample stream is a pure function of (seed, epoch, index)."""
 
+import sys
 from itertools import chain
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
+from common import stream
 from common.errors import InputError
 from common.stream import GlobalBatches, Samples, fixed_batches, make_loader
 
@@ -126,3 +128,15 @@ def test_batches_that_cannot_be() -> None:
         GlobalBatches(1000, 97, 0, 0, 3)
     with pytest.raises(InputError, match="more than the 10 samples"):
         GlobalBatches(10, 12, 0, 0, 1)
+
+
+def test_a_loading_process_says_nothing_of_a_rank_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C ends a rank while a batch is handed over: its loading process sees a reset."""
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    stream._leave_endings_to_training(0)
+    for error in (ConnectionResetError(104, "reset by peer"), ValueError("of its own")):
+        sys.excepthook(type(error), error, None)
+    assert capsys.readouterr().err == "ValueError: of its own\n"

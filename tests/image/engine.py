@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from common.launch import end_with_parent
 from tests.conftest import ROOT, clean_env, need, need_root, wait_for
@@ -125,18 +126,9 @@ class Engine:
             f"--build-context={pinned}=docker-image://{own}" for pinned, own in contexts.items()
         ]
 
-    def run(
-        self,
-        *words: str | Path,
-        check: bool = True,
-        input: str | None = None,
-        timeout_s: float = 900,
-        env: Mapping[str, str] | None = None,
-        **more: object,
-    ) -> "subprocess.CompletedProcess[str]":
-        """Run `docker WORDS` to its end."""
-        return self.call("docker", *words, check=check, input=input, timeout_s=timeout_s,
-                         env=env, **more)  # fmt: skip
+    def run(self, *words: str | Path, **options: Any) -> "subprocess.CompletedProcess[str]":
+        """Run `docker WORDS` to its end, as `call` does."""
+        return self.call("docker", *words, **options)
 
     def call(
         self,
