@@ -1,7 +1,7 @@
 # Launches things; knows nothing else. `make` lists the targets.
 STACK ?= cu132
 LOCK := docker/stacks/$(STACK).txt
-STACKS := $(shell python3 -c 'import json; print(*json.load(open("docker/stacks.json")))')
+STACKS = $(shell python3 -c 'import json; print(*json.load(open("docker/stacks.json")))')
 VENV := $(if $(filter cu132,$(STACK)),.venv,.venv-$(STACK))
 ifdef PYTHON  # an interpreter that already has torch: nothing is installed
 INSTALLED :=

@@ -71,13 +71,11 @@ def describe_machine() -> dict[str, Any]:
     lock = Path(sys.prefix) / "lock.txt"  # put there by the Makefile, with what it installed
     cuda = torch.cuda.is_available()
     built_from = os.environ.get("RECIPES_COMMIT", "")  # an image's: sha, or sha-dirty
+    sha = commit.decode().strip() if commit else built_from.removesuffix("-dirty") or None
+    dirty = bool(diff) if commit else built_from.endswith("-dirty")
     return {
-        "git_commit": commit.decode().strip() if commit else built_from.split("-")[0] or None,
-        "git_dirty": bool(diff)
-        if commit
-        else built_from.endswith("-dirty")
-        if built_from
-        else None,
+        "git_commit": sha,
+        "git_dirty": dirty if sha else None,
         "git_diff_sha256": hashlib.sha256(diff).hexdigest() if diff else None,
         "lock_sha256": hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else None,
         "image_digest": os.environ.get("RECIPES_IMAGE_DIGEST"),

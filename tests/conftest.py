@@ -140,6 +140,19 @@ class Recipe:
         self.running.clear()
 
 
+def make_run(nproc: int, options: tuple[str, ...], tmp_path: Path) -> Result:
+    """`make run` of ddp_launch on this host, which runs of as many ranks elsewhere must equal."""
+    need("make")
+    runner = Recipe(tmp_path)
+    arguments = " ".join([*options, "--output-dir", str(tmp_path / "run")])
+    process = runner.start("make", "-C", ROOT, "run", f"PYTHON={sys.executable}",
+                           "RECIPE=ddp_launch", f"NPROC={nproc}", f"ARGS={arguments}")  # fmt: skip
+    try:
+        return runner.finish(process, tmp_path / "run").assert_ok()
+    finally:
+        runner.stop()
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> Iterator[Recipe]:
     """Runs recipes as a user does."""

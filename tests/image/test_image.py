@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, Recipe, Result, need, wait_for
+from tests.conftest import ROOT, Result, make_run, need, wait_for
 from tests.image.conftest import IMAGE
 from tests.image.engine import CALLER as UID
 from tests.image.engine import Engine
@@ -51,15 +50,9 @@ def runs() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Result]:
-    """`make run` of the same on this machine, in the environment that runs the tests."""
-    runner = Recipe(tmp_path_factory.mktemp("reference"))
-    folder = runner.tmp_path / "run"
-    arguments = " ".join([*OPTIONS, "--output-dir", str(folder)])
-    process = runner.start("make", "-C", ROOT, "run", f"PYTHON={sys.executable}",
-                           "RECIPE=ddp_launch", "NPROC=2", f"ARGS={arguments}")  # fmt: skip
-    yield runner.finish(process, folder).assert_ok()
-    runner.stop()
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """In the environment that runs the tests, on this machine."""
+    return make_run(2, OPTIONS, tmp_path_factory.mktemp("reference"))
 
 
 def run(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, Recipe, Result, need, wait_for
+from tests.conftest import ROOT, Result, make_run, need, wait_for
 from tests.slurm.cluster import Cluster
 
 pytestmark = pytest.mark.slurm
@@ -157,27 +157,14 @@ def submit(cluster: Cluster, tmp_path: Path) -> Iterator[Submitter]:
     wait_for(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), every_s=ASK_S)
 
 
-def make_run(nproc: int, tmp_path: Path) -> Result:
-    """`make run` on one host, which jobs of as many ranks must equal."""
-    need("make")
-    runner = Recipe(tmp_path)
-    arguments = " ".join([*OPTIONS, "--output-dir", str(tmp_path / "run")])
-    process = runner.start("make", "-C", ROOT, "run", f"PYTHON={sys.executable}",
-                           "RECIPE=ddp_launch", f"NPROC={nproc}", f"ARGS={arguments}")  # fmt: skip
-    try:
-        return runner.finish(process, tmp_path / "run").assert_ok()
-    finally:
-        runner.stop()
-
-
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return make_run(4, tmp_path_factory.mktemp("reference"))
+    return make_run(4, OPTIONS, tmp_path_factory.mktemp("reference"))
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return make_run(2, tmp_path_factory.mktemp("pair"))
+    return make_run(2, OPTIONS, tmp_path_factory.mktemp("pair"))
 
 
 @pytest.mark.parametrize("file", FILES)
