@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,31 @@ from common.models import has_trained_batch_norm
 from common.seeds import rng_state, set_rng_state
 
 log = logging.getLogger("recipes")
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """How the copies work together."""
+
+    sync_bn: bool = False
+    """BatchNorm over the global batch instead of each rank's slice; GPUs only."""
+    virtual_ranks: int = 0
+    """Cut each global batch into so many shards on any number of processes up to it, which then
+    give the same bits; a power of two. 0: a shard a process."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        given = self.virtual_ranks
+        if given < 0:
+            raise ValueError(f"--virtual-ranks must be at least 0: {given}")
+        if given & (given - 1):
+            below = 2 ** (given.bit_length() - 1)
+            raise ValueError(
+                f"--virtual-ranks {given} is not a power of two: {below} or {2 * below} would be"
+            )
+        if given and self.sync_bn:
+            raise ValueError("--sync-bn looks at the global batch, --virtual-ranks at a shard of "
+                             "it: give one of them")  # fmt: skip
 
 
 def synchronize_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:

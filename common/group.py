@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from common.errors import InputError, PeerError, StopRequested, TrainingError
 from common.launch import report
@@ -315,12 +316,16 @@ def broadcast(value: T) -> T:
     return values[0]
 
 
-def gather_number(value: float) -> list[float]:
-    """Every rank's number in rank order, on every rank, in float64; cheaper than `gather`."""
-    numbers = torch.zeros(dist.get_world_size(), dtype=torch.float64)
-    numbers[dist.get_rank()] = value
+def gather_numbers(values: Tensor) -> Tensor:
+    """Every rank's numbers, as many on each, on every rank; cheaper than `gather`.
+
+    Returns:
+        (world_size, numbers) in float64 on the CPU.
+    """
+    numbers = torch.zeros(dist.get_world_size(), values.numel(), dtype=torch.float64)
+    numbers[dist.get_rank()] = values.reshape(-1)
     dist.all_reduce(numbers)  # one rank's number and zeros in each place: exact
-    return [float(number) for number in numbers]
+    return numbers
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from common import snapshot
 from common.data import Data
 from common.errors import StopRequested
 from common.evaluate import Evaluation
-from common.group import gather_number
+from common.group import gather_numbers
 from common.manifest import describe_run
 from common.measure import Throughput, peak_memory_bytes
 from common.optim import OptimizerOptions
@@ -104,26 +104,27 @@ class Loop:
         steps_per_epoch, batch_size = self.stream.steps_per_epoch, self.stream.global_batch_size
         return self.options.learning_rate(self.state.step, steps_per_epoch, batch_size)
 
-    def after_step(self, loss: Tensor) -> None:
+    def after_step(self, losses: Tensor) -> None:
         """Count a step, log it, save it, or stop after it.
 
         Args:
-            loss: this rank's, a scalar; the run's loss is the mean over ranks.
+            losses: of this rank's samples, in the batch's order, or their mean. One a sample gives
+                a mean over the global batch whose bits do not depend on how many ranks shared it.
 
         Raises:
             TrainingError: a loss that is not finite, on every rank.
             StopRequested: a signal came; the state is saved.
         """
         run, state, lr = self.run, self.state, self.lr
-        state.loss_sum += loss.detach()
+        state.loss_sum = state.loss_sum + losses.detach()
         state.batch += 1
         state.step += 1
         self._speed.add(self.stream.global_batch_size)
         self._progress.update()
         if state.step % run.options.log_every == 0:
-            losses = gather_number(loss.item())
-            snapshot.refuse_non_finite(losses, state.step, run.snapshots)
-            mean_loss = sum(losses) / run.ranks.world_size
+            gathered = gather_numbers(losses.detach())
+            snapshot.refuse_non_finite(gathered, state.step, run.snapshots)
+            mean_loss = gathered.flatten().mean().item()
             self._progress.set_postfix({"loss": f"{mean_loss:.4f}"}, refresh=False)
             run.metrics(state.step, state.epoch, loss=mean_loss, lr=lr,
                         samples_per_s=self._speed.samples_per_s)  # fmt: skip
@@ -141,9 +142,9 @@ class Loop:
             state_dict: of the unwrapped model, for `--epoch-weights`.
         """
         run, state = self.run, self.state
-        snapshot.refuse_non_finite([result.loss], state.step, run.snapshots)
-        losses = gather_number(state.loss_sum.item() / state.batch)
-        self._train_loss, self._result = sum(losses) / run.ranks.world_size, result
+        snapshot.refuse_non_finite(torch.tensor([[result.loss]]), state.step, run.snapshots)
+        losses = gather_numbers(state.loss_sum / state.batch)
+        self._train_loss, self._result = losses.flatten().mean().item(), result
         run.metrics(state.step, state.epoch, train_loss=self._train_loss, val_loss=result.loss,
                     val_accuracy=result.accuracy)  # fmt: skip
         log.info(

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from common.errors import InputError, TrainingError
-from common.group import agreed, broadcast, gather_number, gather_to_rank_0
+from common.group import agreed, broadcast, gather_numbers, gather_to_rank_0
 from common.seeds import rng_state, seed_everything, set_rng_state
 
-FORMAT = 1
+FORMAT = 2
 _POSITION = ("epoch", "batch", "step", "metrics_bytes")
 log = logging.getLogger("recipes")
 
@@ -49,7 +49,8 @@ class TrainingState:
     parts: Mapping[str, Stateful]
     """By name, "model" among them: unwrapped, so that no name begins with `module.`."""
     loss_sum: Tensor
-    """This rank's sum of step losses in the epoch so far, a scalar on the device."""
+    """Over the steps of the epoch so far, on the device in float64: a sum for each of this rank's
+    places in the global batch, or one where the recipe has the mean only."""
     sharded: bool = False
     """Each rank's parts are its own (a pipeline's stages), not copies of rank 0's."""
     epoch: int = 0
@@ -76,8 +77,8 @@ class TrainingState:
         """
         if self.saved_step == self.step:
             return
-        refuse_non_finite(gather_number(self.loss_sum.item()), self.step, folder)
-        mine: dict[str, Any] = {"rng": rng_state(), "loss_sum": self.loss_sum.item()}
+        refuse_non_finite(gather_numbers(self.loss_sum), self.step, folder)
+        mine: dict[str, Any] = {"rng": rng_state(), "loss_sum": self.loss_sum.cpu().reshape(-1)}
         parts: dict[str, Any] = {}
         with agreed():
             if self.sharded or dist.get_rank() == 0:
@@ -132,31 +133,31 @@ class TrainingState:
         for name in _POSITION:
             setattr(self, name, found[name])
         self.saved_step = self.step
+        losses = torch.cat([entry["loss_sum"] for entry in found["ranks"]])
+        self.loss_sum = losses.chunk(world_size)[rank].to(self.loss_sum.device)
         if found["world_size"] == world_size:
             set_rng_state(found["ranks"][rank]["rng"])
-            self.loss_sum.fill_(found["ranks"][rank]["loss_sum"])
-        else:
-            seed_everything(seed, rank, self.step)
-            total = sum(entry["loss_sum"] for entry in found["ranks"]) / found["world_size"]
-            self.loss_sum.fill_(total)
+            return
+        seed_everything(seed, rank, self.step)
+        if not found["identity"].get("virtual_ranks"):
             log.warning(
                 f"the snapshot is of {found['world_size']} ranks, this run has "
                 f"{world_size}: it goes on at the same sample, not with the same bits"
             )
 
 
-def refuse_non_finite(loss_sums: list[float], step: int, folder: Path) -> None:
+def refuse_non_finite(losses: Tensor, step: int, folder: Path) -> None:
     """Raise on every rank if any rank's loss is not finite.
 
     Args:
-        loss_sums: each rank's, in rank order, the same list on every rank.
+        losses: (world_size, any number), the same on every rank.
         step: optimizer steps done, for the message.
         folder: of the snapshots, for the message.
 
     Raises:
         TrainingError: names the ranks and the snapshot to go on from.
     """
-    bad = [rank for rank, value in enumerate(loss_sums) if not torch.tensor(value).isfinite()]
+    bad = [rank for rank, values in enumerate(losses) if not values.isfinite().all()]
     if bad:
         raise TrainingError(
             f"the loss is not finite on rank {', '.join(map(str, bad))} by step {step}: "

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.data import DataOptions, load_data, make_loaders
-from common.ddp import synchronize_batch_norm, warm_up
+from common.ddp import ParallelOptions, synchronize_batch_norm, warm_up
 from common.evaluate import evaluate
 from common.group import choose_device, process_group
 from common.loop import Loop
@@ -36,18 +36,11 @@ from common.ranks import Ranks
 from common.record import Run, RunOptions, announce, set_up_logs
 from common.seeds import mixed_precision, seed_everything, set_determinism
 from common.snapshot import Stateful
+from common.virtual_ranks import use_virtual_ranks
 from recipes import cli
 
 NAME = "ddp_launch"
 LAUNCHED = "ranks"  # see recipes.cli
-
-
-@dataclass(frozen=True)
-class ParallelOptions:
-    """How the copies work together."""
-
-    sync_bn: bool = False
-    """BatchNorm over the global batch instead of each rank's slice; GPUs only."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +88,8 @@ def train(config: Config, ranks: Ranks) -> None:
             device_ids=[device.index] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,  # saves one copy of the gradients
         )
+        if shards := config.parallel.virtual_ranks:  # the same bits on any number of processes
+            use_virtual_ranks(ddp, shards, batch_size, seed, step=lambda: loop.state.step)
 
         # optimizer
         optimizer = torch.optim.SGD(
@@ -121,12 +116,14 @@ def train(config: Config, ranks: Ranks) -> None:
                     group["lr"] = loop.lr
                 with autocast:
                     logits = ddp(images.to(device, dtype, non_blocking=True))
-                    loss = nn.functional.cross_entropy(logits, labels.to(device, non_blocking=True))
-                scaler.scale(loss).backward()
+                    losses = nn.functional.cross_entropy(
+                        logits, labels.to(device, non_blocking=True), reduction="none"
+                    )
+                scaler.scale(losses.mean()).backward()
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad(set_to_none=True)
-                loop.after_step(loss)
+                loop.after_step(losses)
             # The model inside: ddp's forward would wait for its peers.
             result = evaluate(model, val_loader, len(data.val), device, dtype)
             loop.after_epoch(result, model.state_dict())
