@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.data import DataOptions, load_data, make_loaders
-from common.ddp import warm_up
+from common.ddp import ParallelOptions, warm_up
 from common.errors import InputError, PeerError, StopRequested, TrainingError
 from common.evaluate import Evaluation, evaluate
 from common.group import agreed
@@ -81,6 +81,7 @@ def run_training(ranks: Ranks, folder: Path, options: dict[str, dict[str, Any]])
         data=DataOptions(**options.get("data", {})),
         model=ModelOptions(**options.get("model", {})),
         optimizer=OptimizerOptions(**options.get("optimizer", {})),
+        parallel=ParallelOptions(**options.get("parallel", {})),
     )
     try:
         train(config, ranks)
