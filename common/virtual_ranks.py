@@ -18,6 +18,7 @@ Thakur et al. 2005, "Optimization of Collective Communication Operations in MPIC
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -28,14 +29,15 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import InputError
-from common.seeds import seed_everything
+from common.record import RunOptions
+from common.seeds import seed_torch
 
 
 def use_virtual_ranks(
     ddp: DistributedDataParallel,
     virtual_ranks: int,
     global_batch_size: int,
-    seed: int,
+    run: RunOptions,
     step: Callable[[], int],
 ) -> None:
     """Let `ddp` compute and add up shards, instead of each rank's slice of the batch as a whole.
@@ -47,7 +49,7 @@ def use_virtual_ranks(
         ddp: before its first forward pass.
         virtual_ranks: V, the number of shards.
         global_batch_size: samples over all ranks.
-        seed: of the run.
+        run: its seed, and how long a rank waits for another.
         step: gives the number of the optimizer step at hand: (seed, step, shard) keys what a
             shard draws, dropout for one.
 
@@ -69,24 +71,25 @@ def use_virtual_ranks(
             f"--virtual-ranks {virtual_ranks} does not divide the global batch of "
             f"{global_batch_size}: {sizes} samples would do"
         )
-    tree = Tree(virtual_ranks)
-    ddp.module = _Shards(ddp.module, tree, seed, step)
+    tree = Tree(virtual_ranks, timedelta(seconds=run.timeout_s))
+    ddp.module = _Shards(ddp.module, tree, run.seed, step)
+    ddp.broadcast_buffers = False  # every rank comes to the same ones
     ddp.register_comm_hook(tree, Tree.average_bucket)
 
 
 class Tree:
     """The sum over V shards, of which this rank adds up its own and then meets its partners."""
 
-    def __init__(self, shards: int) -> None:
+    def __init__(self, shards: int, timeout: timedelta) -> None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self.shards, self.shards_per_rank = shards, shards // world_size
         self.first_shard = rank * self.shards_per_rank
         self._partners: list[dist.ProcessGroup] = []
-        self._buckets: list[Iterator[None]] = []
+        self._under_way: list[Iterator[None]] = []
         distance = 1
         while distance < world_size:
             pairs = [[r, r + distance] for r in range(world_size) if not r & distance]
-            mine, _ = dist.new_subgroups_by_enumeration(pairs)
+            mine, _ = dist.new_subgroups_by_enumeration(pairs, timeout=timeout)
             assert isinstance(mine, dist.ProcessGroup)
             self._partners.append(mine)
             distance *= 2
@@ -109,20 +112,23 @@ class Tree:
             work.wait()
         own /= self.shards
 
-    def average_bucket(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """DDP's hook, called by the backward pass whenever a bucket of gradients is full.
+    def start(self, rounds: Iterator[None]) -> None:
+        """Send the first message of `rounds`, and the next one of each that is under way.
 
-        A bucket's first message is sent at once, the next ones when later buckets are full, so
-        that they travel while the backward pass goes on; every rank sends in the same order.
+        So that they travel while the backward pass goes on; every rank sends in the same order.
         """
-        self._buckets.append(self.average(bucket.buffer()))
-        for rounds in self._buckets[-len(self._partners) :] if self._partners else ():
-            next(rounds)
+        self._under_way.append(rounds)
+        for started in self._under_way[-len(self._partners) :] if self._partners else ():
+            next(started, None)
+
+    def average_bucket(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """DDP's hook, called by the backward pass whenever a bucket of gradients is full."""
+        self.start(self.average(bucket.buffer()))
         if bucket.is_last():
-            for rounds in self._buckets:
+            for rounds in self._under_way:
                 for _ in rounds:
                     pass
-            self._buckets.clear()
+            self._under_way.clear()
         # DDP looks at it after the last bucket.
         future: Future[Tensor] = Future()
         future.set_result(bucket.buffer())
@@ -155,13 +161,13 @@ class _Shards(nn.Module):
         ):
             own = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
             shard = self._tree.first_shard + number
-            seed_everything(self._seed, self._step(), shard, self._tree.shards)
+            seed_torch(images.device, self._seed, self._step(), shard, self._tree.shards)
             # A copy begins at an address that a process of one shard would have: kernels may add
             # up in another order where the address is less even.
             part = part.clone() if len(parts) > 1 else part
             logits.append(functional_call(self.model, {**parameters, **own}, (part,)))
             buffers.append(own)
-        self._average_buffers(buffers)
+        self._tree.start(self._average_buffers(buffers))
         out = torch.cat(logits)
         if out.dtype != torch.float64:
             out = out.float()  # a factor could over- or underflow in less
@@ -181,17 +187,15 @@ class _Shards(nn.Module):
             parameters[name].grad = None
         return self._tree.add_own(gradients)
 
-    def _average_buffers(self, by_shard: list[dict[str, Tensor]]) -> None:
+    def _average_buffers(self, by_shard: list[dict[str, Tensor]]) -> Iterator[None]:
         names = [name for name, buffer in by_shard[0].items() if buffer.is_floating_point()]
-        with torch.no_grad():
-            if names:
-                flat = [torch.cat([own[n].reshape(-1) for n in names]) for own in by_shard]
-                mean = self._tree.add_own(flat)
-                for _ in self._tree.average(mean):
-                    pass
-                sizes = [by_shard[0][name].numel() for name in names]
-                for name, values in zip(names, mean.split(sizes), strict=True):
-                    by_shard[0][name] = values.view_as(by_shard[0][name])
-            # Into the model's own ones: autograd still needs those of the shards as they were.
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(by_shard[0][name])
+        if names:
+            flat = [torch.cat([own[n].reshape(-1) for n in names]) for own in by_shard]
+            mean = self._tree.add_own(flat)
+            yield from self._tree.average(mean)
+            sizes = [by_shard[0][name].numel() for name in names]
+            for name, values in zip(names, mean.split(sizes), strict=True):
+                by_shard[0][name] = values.view_as(by_shard[0][name])
+        # Into the model's own ones: autograd still needs those of the shards as they were.
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(by_shard[0][name])

@@ -89,7 +89,7 @@ def train(config: Config, ranks: Ranks) -> None:
             gradient_as_bucket_view=True,  # saves one copy of the gradients
         )
         if shards := config.parallel.virtual_ranks:  # the same bits on any number of processes
-            use_virtual_ranks(ddp, shards, batch_size, seed, step=lambda: loop.state.step)
+            use_virtual_ranks(ddp, shards, batch_size, config.run, lambda: loop.state.step)
 
         # optimizer
         optimizer = torch.optim.SGD(
