@@ -58,6 +58,8 @@ def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) 
             "cudnn_deterministic": torch.backends.cudnn.deterministic,
             "cudnn_benchmark": torch.backends.cudnn.benchmark,
             "matmul_precision": torch.get_float32_matmul_precision(),
+            "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "cpu_threads": torch.get_num_threads(),
         },
         "environment": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},

@@ -62,6 +62,8 @@ class RunOptions:
     """Of the arithmetic; bf16 and fp16 are mixed, fp16 with a loss scaler."""
     deterministic: bool = True
     """Deterministic kernels only: the same command gives the same bits."""
+    tf32: bool = False
+    """Let a GPU round the factors of fp32 products to 10 bits of mantissa: faster."""
     cpu_threads: int = 1
     """Threads of a CPU operation in each rank [threads]; another number gives other bits."""
     timeout_s: float = 600.0
@@ -222,6 +224,7 @@ class Run:
             "recipe": self.recipe,
             "world_size": self.ranks.world_size,
             **summary,
+            **({} if self.options.deterministic else {"deterministic": False}),
             "elapsed_s": round(time.monotonic() - self._started_s, 3),
             "weights_sha256": weights_sha256(weights),
         }

@@ -2,23 +2,29 @@
 
 import os
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+if TYPE_CHECKING:
+    from common.record import RunOptions
 
-def set_determinism(*, deterministic: bool, cpu_threads: int) -> None:
+
+def set_determinism(options: "RunOptions") -> None:
     """Choose the kernels and thread counts that decide a result's bits; call before any CUDA work.
 
     Args:
-        deterministic: use deterministic kernels only, and raise where an operation has none.
-        cpu_threads: intra-op threads of this process. Sums on a CPU are cut by thread, so another
-            number gives other bits: it is an option, never the machine's number of cores.
+        options: `deterministic` uses deterministic kernels only, and raises where an operation has
+            none; `cpu_threads` because sums on a CPU are cut by thread, so that it is an option
+            and never the machine's number of cores; `tf32`.
 
-    Source: PyTorch, "Reproducibility".
+    Source: PyTorch, "Reproducibility" and "Numerical accuracy".
     """
-    torch.set_num_threads(cpu_threads)
+    torch.set_num_threads(options.cpu_threads)
+    torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = options.tf32
+    deterministic = options.deterministic
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)

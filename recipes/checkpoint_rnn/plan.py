@@ -169,7 +169,7 @@ def main() -> None:
     """Print predictions as JSON: python -m recipes.checkpoint_rnn.plan BUDGET [options]."""
     budget, *arguments = sys.argv[1:]
     _, config = cli.parse(NAME, Config, arguments)
-    set_determinism(deterministic=config.run.deterministic, cpu_threads=config.run.cpu_threads)
+    set_determinism(config.run)
     device = torch.device(config.run.device)
 
     def probe(segments: int) -> Any:

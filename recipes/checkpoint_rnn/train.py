@@ -243,7 +243,7 @@ def train(config: Config, ranks: Ranks) -> None:
     set_up_logs(ranks)
 
     # seed
-    set_determinism(deterministic=config.run.deterministic, cpu_threads=config.run.cpu_threads)
+    set_determinism(config.run)
     seed_everything(seed)
     device = choose_device(config.run.device, ranks)
     announce(NAME, config.run, ranks, device)

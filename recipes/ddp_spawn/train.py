@@ -63,7 +63,7 @@ def train(config: Config, ranks: Ranks) -> None:
     set_up_logs(ranks)
 
     # seed
-    set_determinism(deterministic=config.run.deterministic, cpu_threads=config.run.cpu_threads)
+    set_determinism(config.run)
     seed_everything(seed)  # the same initial weights on every rank
     device = choose_device(config.run.device, ranks)
     announce(NAME, config.run, ranks, device)

@@ -184,7 +184,7 @@ def train(config: Config, ranks: Ranks) -> None:
     set_up_logs(ranks)
 
     # seed
-    set_determinism(deterministic=config.run.deterministic, cpu_threads=config.run.cpu_threads)
+    set_determinism(config.run)
     seed_everything(seed)
     devices = choose_devices(config.parallel.devices, config.run.device)
     device = devices[0]

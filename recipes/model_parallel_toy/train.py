@@ -248,7 +248,7 @@ def train(config: Config, ranks: Ranks) -> None:
     set_up_logs(ranks)
 
     # seed
-    set_determinism(deterministic=config.run.deterministic, cpu_threads=config.run.cpu_threads)
+    set_determinism(config.run)
     seed_everything(seed)  # the same initial weights on every rank
     devices = [] if parallel.in_processes else devices_for(parallel, config.run.device)
     device = devices[-1] if devices else choose_device(config.run.device, ranks)
