@@ -186,7 +186,8 @@ def causes(result: dict[str, Any]) -> str:
     shown = [f"{name} ({_word(both[name][0])}, now {_word(both[name][1])})" for name in order[:4]]
     why = f"likely cause: {', then '.join(shown)}"
     if order[0] == "world_size":
-        why += "; with the number of processes, sums, BatchNorm and dropout change"
+        why += ("; with the number of processes, sums, BatchNorm and dropout change, except with "
+                "--virtual-ranks")  # fmt: skip
     return why
 
 

@@ -1,8 +1,9 @@
 """`make gpu-check`: the laws that need a GPU, on one of them, in a few minutes; writes JSON.
 
 One GPU cannot show NCCL between GPUs: that takes one process a GPU. What it shows: the NCCL path at
-world size 1, several gloo ranks on one card (SyncBatchNorm's law), determinism, exact resume, mixed
-precision, dp_resnet50 and model_parallel_toy on one GPU, checkpoint_rnn --compare on cuDNN's LSTM.
+world size 1, several gloo ranks on one card (SyncBatchNorm's law, virtual ranks), determinism and
+its price, exact resume, mixed precision, dp_resnet50 and model_parallel_toy on one GPU,
+checkpoint_rnn --compare on cuDNN's LSTM.
 `python -m tests.gpu_check --device cpu` runs the same without SyncBatchNorm, to try the
 script itself.
 """
@@ -77,6 +78,24 @@ def checks(device: str, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]
         difference = largest_difference(one, two)
         return {"holds": difference < 1e-9, "largest_relative_difference": difference}
 
+    def virtual_ranks() -> dict[str, Any]:
+        options = (*base, *resnet, "--virtual-ranks", "4", "--backend", "gloo")
+        one, two = (run(folder / f"virtual{n}", *options, "--nproc", str(n)) for n in (1, 2))
+        same = one["weights_sha256"] == two["weights_sha256"] and one["losses"] == two["losses"]
+        return {"holds": same, "samples_per_s": [one["samples_per_s"], two["samples_per_s"]]}
+
+    def price_of_determinism() -> dict[str, Any]:
+        images = ("--data", "fake", "--model", "resnet50", "--image-size", "128", "--nproc", "1",
+                  "--device", device, "--precision", "bf16", "--epochs", "4", "--num-workers", "8",
+                  "--max-steps", "40" if device == "cuda" else "2")  # fmt: skip
+        ways = ("--deterministic", "--no-deterministic")
+        speeds: dict[str, list[float]] = {way: [] for way in ways}
+        for n in range(3):
+            for way in ways:
+                found = run(folder / f"price{way}{n}", *images, way)
+                speeds[way].append(found["samples_per_s"])
+        return {"holds": True, "samples_per_s": speeds}
+
     def resume() -> dict[str, Any]:
         options = (*base, "--nproc", "1", "--dropout", "0.3")
         whole = run(folder / "whole", *options)
@@ -114,6 +133,8 @@ def checks(device: str, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]
         "an_interrupted_run_ends_with_the_same_bits": resume,
         "the_same_run_twice_gives_the_same_bits_fp32": lambda: same_bits("fp32"),
         "the_same_run_twice_gives_the_same_bits_bf16": lambda: same_bits("bf16"),
+        "virtual_ranks_give_the_same_bits_on_one_and_two_gloo_ranks": virtual_ranks,
+        "what_determinism_costs": price_of_determinism,
         "dp_resnet50_trains_on_one_device": data_parallel,
         "the_split_model_is_the_whole_one_in_fp64": split,
         "checkpoint_rnn_uses_a_fifth_of_the_memory_and_auto_keeps_its_budget": checkpointing,
