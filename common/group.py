@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import InputError, PeerError, StopRequested, TrainingError
-from common.launch import report
+from common.launch import bind, report, unresolved
 from common.ranks import Ranks
 from common.stack import check_driver
 
@@ -179,10 +179,7 @@ def _connect(ranks: Ranks, timeout_s: float) -> dist.Store:
     try:
         socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise InputError(
-            f"MASTER_ADDR {address!r} does not resolve on host {socket.gethostname()} ({error}): "
-            "give rank 0's host by an address that every host knows"
-        ) from error
+        raise InputError(unresolved(address, error)) from error
     if _several_hosts_on_loopback(ranks):
         timeout_s = min(timeout_s, _LOOPBACK_PATIENCE_S)
     # TCPStore's own time-out does not cover a stranger's server on that port that takes the
@@ -190,22 +187,27 @@ def _connect(ranks: Ranks, timeout_s: float) -> dist.Store:
     watchdog = threading.Timer(timeout_s + 2, _give_up, (ranks, timeout_s))
     watchdog.daemon = True
     watchdog.start()
+    is_master = ranks.rank == 0 and not ranks.agent_store
     try:
+        listen_fd = ranks.listen_fd
+        if is_master and listen_fd is None:
+            listen_fd = bind(address, port, several_hosts=ranks.several_hosts).detach()
         store = dist.TCPStore(
             address,
             port,
             ranks.world_size,
-            is_master=ranks.rank == 0 and not ranks.agent_store,
+            is_master=is_master,
             timeout=datetime.timedelta(seconds=timeout_s),
             wait_for_workers=not ranks.agent_store,
-            master_listen_fd=ranks.listen_fd,
+            master_listen_fd=listen_fd,
         )
         # torchrun's agent keeps its store when it restarts the ranks (static rendezvous), and
         # env:// would then meet the addresses of the dead.
         return dist.PrefixStore(f"session_{ranks.session}", store)
-    except RuntimeError as error:
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error):
-            taken = f"port {port} on {socket.gethostname()} is in use: "
+    except (RuntimeError, OSError) as error:
+        if isinstance(error, OSError):
+            host = socket.gethostname()
+            taken = f"port {port} on {host} cannot be taken ({error.strerror}): "
             if "MASTER_PORT" not in os.environ:  # nobody chose it; a restarted job has another
                 raise TrainingError(
                     f"{taken}start again, or set MASTER_PORT to a free one"

@@ -7,6 +7,7 @@ from "failed"; hence these hundred lines. They import no torch: the ranks start 
 
 import contextlib
 import ctypes
+import errno
 import json
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import shlex
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -52,29 +54,57 @@ class Child:
     """Exit status, negative for a signal; None while it runs."""
 
 
-def listen(address: str, port: int) -> socket.socket:
-    """Bind rank 0's port now and keep it, so that none can take it before rank 0 listens.
+def bind(address: str, port: int, *, several_hosts: bool) -> socket.socket:
+    """Listen where the ranks will look for rank 0's store, and nowhere else.
+
+    The store asks nobody who he is, so it stays off the interfaces that it does not need. On all
+    it listens only where `address` is none of this host's (it is translated on the way), or where
+    it is this host's own loopback, which Debian makes of a host's name, and others must get in.
 
     Args:
-        address: loopback keeps the store off the network.
+        address: rank 0's, as the ranks are given it.
         port: 0 for any free one.
+        several_hosts: ranks are on other hosts too.
 
     Raises:
-        InputError: the port is in use.
+        OSError: the port is in use, or the address does not resolve.
+    """
+    family, _, _, _, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    own_loopback = str(found[0]).startswith("127.") or found[0] == "::1"
+    if not (several_hosts and own_loopback):
+        try:
+            return socket.create_server((str(found[0]), port), family=family)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=both)
+
+
+def listen(address: str, port: int, *, several_hosts: bool = False) -> socket.socket:
+    """`bind` now and keep the socket, so that none can take the port before rank 0 listens.
+
+    Raises:
+        InputError: the port is in use, or the address does not resolve.
     """
     try:
-        if address in ("127.0.0.1", "localhost"):
-            return socket.create_server(("127.0.0.1", port))
-        if address == "::1":
-            return socket.create_server(("::1", port), family=socket.AF_INET6)
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        return socket.create_server(("", port), family=family, dualstack_ipv6=both)
+        return bind(address, port, several_hosts=several_hosts)
+    except socket.gaierror as error:
+        raise InputError(unresolved(address, error)) from error
     except OSError as error:
         raise InputError(
             f"port {port} on {socket.gethostname()} cannot be taken ({error.strerror}): give "
             "another --master-port, or none to have a free one chosen"
         ) from error
+
+
+def unresolved(address: str, error: OSError) -> str:
+    """What is said of a MASTER_ADDR that no name server knows."""
+    return (
+        f"MASTER_ADDR {address!r} does not resolve on host {socket.gethostname()} ({error}): "
+        "give rank 0's host by an address that every host knows"
+    )
 
 
 def command_line() -> str:
@@ -117,7 +147,9 @@ def launch(
     """
     if nnodes > 1 and not master_port:
         raise InputError("several hosts need --master-port, the same free port on each command")
-    store = listen(master_addr, master_port) if node_rank == 0 else None
+    store = None
+    if node_rank == 0:
+        store = listen(master_addr, master_port, several_hosts=nnodes > 1)
     port = store.getsockname()[1] if store else master_port
     errors = make_error_folder()
     children: list[Child] = []
@@ -255,6 +287,7 @@ def run_rank(body: Callable[[], Any], ranks: Ranks) -> int:
     """
     die_with_parent()
     stop_at_once()
+    os.umask(os.umask(0o077) | stat.S_IWOTH)  # what a run leaves is not for everybody to change
     try:
         body()
         return STATUS_FINISHED

@@ -219,7 +219,13 @@ def read(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is not named like a snapshot (step_NNNNNNNN.CHECKSUM.pt)")
     if _digest(path) != expected[1]:
         raise InputError(f"snapshot {path} is torn or altered: its checksum is not {expected[1]}")
-    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises whatever the unpickler meets
+        raise InputError(
+            f"snapshot {path} holds something else than tensors and numbers, and is not loaded: "
+            "it could run code"
+        ) from error
     if content.get("format") != FORMAT:
         raise InputError(
             f"snapshot {path} has format {content.get('format')}, this code reads {FORMAT}: "

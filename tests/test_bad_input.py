@@ -14,6 +14,7 @@ from common.models import ModelOptions, build_model
 from tests.conftest import Recipe, small_disk, wait_for
 from tests.pool import Pool, call_main
 from tests.test_data import faulty_folder, flowers
+from tests.test_snapshot import Harmless
 
 
 def assert_refused(pool: Pool, says: str, *options: str | Path, name: str = "ddp_launch") -> None:
@@ -61,6 +62,7 @@ def test_a_wrong_option_through_the_front_door(recipe: Recipe) -> None:
 def test_inputs_that_cannot_work(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "text.pt").write_text("no weights")
     torch.save({"other.weight": torch.zeros(1)}, tmp_path / "other.pt")
+    torch.save({"fc.weight": Harmless(tmp_path / "code ran")}, tmp_path / "crafted.pt")
     (tmp_path / "file").write_text("")
     for options, says in (
         (["--data", "imagefolder", "--data-path", tmp_path / "none"], "is not a folder"),
@@ -68,12 +70,14 @@ def test_inputs_that_cannot_work(pool: Pool, tmp_path: Path) -> None:
         (["--weights", tmp_path / "none.pt"], "is not a file"),
         (["--weights", tmp_path / "text.pt"], "no weights file"),
         (["--weights", tmp_path / "other.pt"], "no entry"),
+        (["--weights", tmp_path / "crafted.pt"], "no weights file"),
         (["--resume", tmp_path / "none.pt"], "is not a file"),
         (["--global-batch-size", "2000"], "more than the 1437 samples"),
         (["--norm", "batch", "--sync-bn"], "SyncBatchNorm refuses CPUs"),
     ):
         assert_refused(pool, says, "--output-dir", tmp_path / "run", *options)
     assert_refused(pool, "cannot be written", "--output-dir", tmp_path / "file" / "below")
+    assert not (tmp_path / "code ran").exists()
 
 
 def test_device_cuda_without_one(pool: Pool) -> None:

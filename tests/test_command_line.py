@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import shlex
 import signal
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -307,6 +309,15 @@ def test_a_finished_run_started_again_stays_as_it_is(recipe: Recipe) -> None:
     (again.folder / "summary.json").unlink()  # as if it had died just before the end
     third = recipe("ddp_launch", "--epochs", "1").assert_ok()
     assert (third.sha, third.metrics) == (summary["weights_sha256"], metrics)
+
+
+def test_nobody_else_may_write_into_a_run(recipe: Recipe) -> None:
+    """Even where the user's umask lets everybody: weights and snapshots are loaded again."""
+    command = shlex.join(recipe.command("ddp_spawn", "--nproc", "1", "--epochs", "1"))
+    result = recipe.finish(recipe.start("sh", "-c", f"umask 0; {command}"), recipe.tmp_path / "run")
+    made = [result.assert_ok().folder, *result.folder.rglob("*")]
+    assert len(made) > 10
+    assert not [path for path in made if path.stat().st_mode & stat.S_IWOTH]
 
 
 def test_front_door_lists_the_recipes(recipe: Recipe) -> None:

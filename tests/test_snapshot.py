@@ -118,3 +118,24 @@ def test_a_full_disk_leaves_the_last_good_one(tmp_path: Path) -> None:
             snapshot.write(disk, 2, content(2, model=torch.zeros(200_000)))
         assert list(disk.iterdir()) == [good]
         assert found(disk)["step"] == 1
+
+
+class Harmless:
+    """What a crafted file holds: loading it with pickle would make a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_a_crafted_snapshot_runs_no_code(tmp_path: Path) -> None:
+    trace = tmp_path / "code ran"
+    path = snapshot.write(tmp_path / "snapshots", 1, content(1, extra=Harmless(trace)))
+    torch.load(path, weights_only=False)
+    assert trace.exists(), "the crafted file does what it says where it is let"
+    trace.unlink()
+    with pytest.raises(InputError, match="could run code"):
+        found(tmp_path, path)
+    assert not trace.exists()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import Recipe, Result, need, need_root
+from tests.conftest import Recipe, Result, need, need_root, wait_for
 
 OPTIONS = ("--epochs", "2", "--log-every", "5")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -93,3 +93,25 @@ def test_the_host_of_rank_0_does_not_resolve(recipe: Recipe, hosts: list[list[st
     for result in on_both(recipe, hosts, address="no-such-host.invalid"):
         assert result.status == 2
         assert "'no-such-host.invalid' does not resolve" in result.errors[0]
+
+
+def listening(host: list[str]) -> set[str]:
+    """Addresses (hexadecimal, as in proc(5)) on which a host listens."""
+    command = [*host, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = [line.split() for line in said.splitlines() if not line.lstrip().startswith("sl")]
+    return {words[1].split(":")[0] for words in lines if words[3] == "0A"}
+
+
+def test_nothing_listens_on_every_interface(recipe: Recipe, hosts: list[list[str]]) -> None:
+    """Neither the store, which asks nobody who he is, nor the ranks' own sockets."""
+    for node, host in enumerate(hosts):
+        command = recipe.command(
+            "ddp_launch", "--nproc", "1", "--nnodes", "2", "--node-rank", str(node),
+            "--master-addr", ADDRESSES[0], "--master-port", "29500", "--epochs", "500",
+        )  # fmt: skip
+        recipe.start(*host, *command)
+    wait_for(lambda: list((recipe.tmp_path / "run").glob("snapshots/*.pt")))
+    for address, host in zip(ADDRESSES, hosts, strict=True):
+        own = "".join(f"{int(part):02X}" for part in reversed(address.split(".")))
+        assert listening(host) == {own}
