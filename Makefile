@@ -23,7 +23,7 @@ LAUNCH = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) \
 
 .DEFAULT_GOAL := help
 .PHONY: help run test test-slow test-slurm slurm-check image image-run image-test image-repro check \
-	reproduce bench gpu-check format diff-ddp tensorboard venv venv-dev lock clean
+	reproduce doctor soak bench gpu-check format diff-ddp tensorboard venv venv-dev lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,6 +80,12 @@ check: $(INSTALLED_DEV) ## Lint, formatting, types
 
 reproduce: $(INSTALLED) ## Run a recorded run again, compare the bits: make reproduce RUN=runs/NAME/... [AGAINST=RUN2]
 	@$(PYTHON) -m recipes reproduce $(RUN) $(if $(AGAINST),--against $(AGAINST)) $(ARGS)
+
+doctor: $(INSTALLED) ## Say what on this machine would stop a run: make doctor [NPROC=4 for a real all-reduce]
+	@$(PYTHON) -m recipes doctor $(if $(NPROC),--nproc $(NPROC)) $(ARGS)
+
+soak: $(INSTALLED) ## Kill and resume runs at random moments: make soak [ROUNDS=50]; writes tests/faults/results/soak.json
+	@$(PYTHON) -m tests.faults.soak $(if $(ROUNDS),--rounds $(ROUNDS)) $(ARGS)
 
 bench: $(INSTALLED) ## Measure a recipe beside its alternatives: make bench RECIPE=NAME; renews its results and README
 	@$(PYTHON) -m recipes.bench $(RECIPE) $(ARGS)

@@ -104,8 +104,8 @@ def differences(stack: str, found: dict[str, str]) -> list[str]:
     ]
 
 
-def check_environment() -> None:
-    """In an image: refuse another NCCL that the environment brings.
+def check_environment(stack: str | None = None) -> None:
+    """In an image: refuse another NCCL than `stack` has that the environment brings.
 
     Called before torch is imported, because a preloaded NCCL can break the import itself
     (pytorch#122571), and only the version would tell why. One in LD_LIBRARY_PATH is not what torch
@@ -114,7 +114,7 @@ def check_environment() -> None:
     Raises:
         InputError: with both versions, the file and the variable that brings it.
     """
-    stack = os.environ.get("RECIPES_STACK")
+    stack = stack or os.environ.get("RECIPES_STACK")
     for variable in ("LD_PRELOAD", "LD_LIBRARY_PATH") if stack else ():
         for entry in filter(None, re.split("[: ]", os.environ.get(variable, ""))):
             path = Path(entry) if variable == "LD_PRELOAD" else Path(entry, "libnccl.so.2")

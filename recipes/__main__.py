@@ -38,10 +38,11 @@ def main() -> int:
         print("usage: python -m recipes NAME [--nproc N] [options]   (NAME --help lists them)\n")
         for recipe, (line, launched) in known.items():
             print(f"  {recipe:<20} {line}\n  {'':<20} launched: {cli.LAUNCHED[launched]}")
-        print(f"\n  {'reproduce RUN':<20} run a recorded run again: did it come out the same?")
+        print(f"\n  {'doctor':<20} what on this machine would stop a run, and what to do about it")
+        print(f"  {'reproduce RUN':<20} run a recorded run again: did it come out the same?")
         return 0
-    if name == "reproduce":
-        return int(import_module("recipes.reproduce").main(arguments))
+    if name in ("reproduce", "doctor"):
+        return int(import_module(f"recipes.{name}").main(arguments))
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
