@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -32,7 +33,8 @@ from common.launch import end_with_parent, report
 from common.ranks import Ranks, resolve
 
 _GIB, _MIB = 2**30, 2**20
-_SLOW_DISK_BYTES = 32 * _MIB
+_TRIAL_BYTES = 32 * _MIB
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ def network(where: Where) -> Iterator[Finding]:
 
 def shared_memory(where: Where) -> Iterator[Finding]:
     """Room for what loading processes and NCCL hand over."""
-    path, fix = Path("/dev/shm"), "in a container give --shm-size=8g or --ipc=host"  # noqa: S108
+    path, fix = SHARED_MEMORY, "in a container give --shm-size=8g or --ipc=host"
     try:
         free = shutil.disk_usage(path).free
         with tempfile.TemporaryFile(dir=path):
@@ -253,24 +255,27 @@ def memory(where: Where) -> Iterator[Finding]:
 def run_folder(where: Where) -> Iterator[Finding]:
     """Whether snapshots can be written there, how fast, and published by a rename."""
     folder = where.folder
+    new, old = (folder / f".doctor-{os.getpid()}-{name}" for name in ("new", "old"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="doctor-", dir=folder) as made:
-            new, old = Path(made, "new"), Path(made, "old")
-            old.write_bytes(b"old")
-            start_s = time.perf_counter()
-            with new.open("wb") as file:
-                file.write(os.urandom(_SLOW_DISK_BYTES))
-                file.flush()
-                os.fsync(file.fileno())
-            speed = _SLOW_DISK_BYTES / (time.perf_counter() - start_s)
-            with old.open("rb") as reader:  # who reads the old file goes on reading it
-                new.rename(old)
-                whole = reader.read() == b"old" and old.stat().st_size == _SLOW_DISK_BYTES
+        old.write_bytes(b"old")
+        start_s = time.perf_counter()
+        with new.open("wb") as file:
+            file.write(os.urandom(_TRIAL_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        speed = _TRIAL_BYTES / (time.perf_counter() - start_s)
+        with old.open("rb") as reader:  # who reads the old file goes on reading it
+            new.rename(old)
+            whole = reader.read() == b"old" and old.stat().st_size == _TRIAL_BYTES
     except OSError as failed:
         yield error("run folder", f"{folder}: {failed.strerror}",
                     "give another --output-dir, with room and the right to write")  # fmt: skip
         return
+    finally:
+        for path in (new, old):
+            with contextlib.suppress(OSError):
+                path.unlink()
     if not whole:
         yield error("run folder", f"{folder}: a rename is not atomic there",
                     "snapshots could be torn: give one on another file system")  # fmt: skip
@@ -286,7 +291,7 @@ def clock(where: Where) -> Iterator[Finding]:
     """The time of day: logs, run names and certificates go by it."""
     newest = max(path.stat().st_mtime for path in Path(__file__).parents[1].glob("*/*.py"))
     if time.time() < newest - 86400:
-        now = time.strftime("%Y-%m-%d", time.gmtime())
+        now = time.strftime("%Y-%m-%d", time.gmtime(time.time()))
         yield error("clock", f"it is {now}, before this code was written",
                     "set it (chronyc makestep): https and run names need it")  # fmt: skip
         return
@@ -320,6 +325,7 @@ CHECKS: tuple[Callable[[Where], Iterator[Finding]], ...] = (
 def examine(where: Where) -> list[Finding]:
     """All findings on this host."""
     found = []
+    warnings.simplefilter("ignore")  # what torch would warn of is among the findings
     for check in CHECKS:
         try:
             found += list(check(where))
@@ -329,8 +335,8 @@ def examine(where: Where) -> list[Finding]:
     return found
 
 
-def all_reduce(nproc: int | None) -> tuple[list[Finding], str]:
-    """check_network over `nproc` processes, or over the ranks of this job; and what it printed."""
+def all_reduce(nproc: int | None) -> Finding:
+    """check_network over `nproc` processes, or over the ranks of this job."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-P", "-m", "recipes", "check_network", "--largest", "8",
                    "--output-dir", folder, *(["--nproc", str(nproc)] if nproc else [])]  # fmt: skip
@@ -338,11 +344,15 @@ def all_reduce(nproc: int | None) -> tuple[list[Finding], str]:
             command, capture_output=True, text=True, preexec_fn=end_with_parent,
             env=fresh_environment() if nproc else None,
         )  # fmt: skip
+        measured = Path(folder, "network.json")  # by rank 0
+        rows = json.loads(measured.read_text())["all_reduce"] if measured.exists() else []
     if done.returncode == 0:
-        return [ok("all-reduce", "every rank met the others")], done.stdout
+        speeds = [f"{row['bus_bytes_per_s'] / _MIB:,.0f} MiB/s at {row['bytes'] / _MIB:.0f} MiB"
+                  for row in rows]  # fmt: skip
+        return ok("all-reduce", f"every rank met the others; bus bandwidth {', '.join(speeds)}")
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     said = lines[0].removeprefix("error: ") if lines else f"status {done.returncode}"
-    return [error("all-reduce", said)], done.stdout
+    return error("all-reduce", said)
 
 
 def show(findings: Sequence[Finding], host: str = "") -> str:
@@ -365,10 +375,8 @@ def doctor(given: argparse.Namespace) -> int:
         ranks = Ranks()
         findings = [error("place", str(refused))]
     findings += examine(Where(ranks, given.output_dir, given.nproc or 0))
-    measured = ""
     if given.nproc or ranks.launcher != "none":
-        found, measured = all_reduce(given.nproc if ranks.launcher == "none" else None)
-        findings += found
+        findings.append(all_reduce(given.nproc if ranks.launcher == "none" else None))
     worst = STATUS_FAILED if any(one.state == "error" for one in findings) else STATUS_FINISHED
     if not ranks.is_main:  # of other hosts, what is not well
         unwell = [one for one in findings if one.state != "ok"] if ranks.local_rank == 0 else []
@@ -377,7 +385,7 @@ def doctor(given: argparse.Namespace) -> int:
     elif given.json:
         print(json.dumps([asdict(one) for one in findings], indent=2))
     else:
-        print(show(findings) + (f"\n{measured.rstrip()}" if measured else ""), flush=True)
+        print(show(findings), flush=True)
     return worst
 
 

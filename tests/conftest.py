@@ -107,6 +107,11 @@ class Recipe:
         self.running.append(process)
         return process
 
+    def module(self, *words: str | Path, env: dict[str, str] | None = None) -> Result:
+        """Run `python -m recipes WORDS` to its end."""
+        command = [sys.executable, "-m", "recipes", *words]
+        return self.finish(self.start(*command, env=env), self.tmp_path)
+
     def finish(
         self, process: "subprocess.Popen[str]", folder: Path, timeout_s: float = 120
     ) -> Result:

@@ -7,6 +7,7 @@ process that has imported everything: a start takes a fraction of a second.
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -89,7 +90,8 @@ def interrupt(processes: Sequence[ForkProcess], dice: random.Random) -> str:
     """
     how = dice.choice(("all killed", "one killed", "asked to stop"))
     for victim in [dice.choice(processes)] if how == "one killed" else processes:
-        os.kill(victim.pid or 0, signal.SIGTERM if how == "asked to stop" else signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(victim.pid or 0, signal.SIGTERM if how == "asked to stop" else signal.SIGKILL)
     if not wait(processes, GRACE_S):
         for process in processes:
             process.kill()

@@ -1,0 +1,224 @@
+"""`doctor` finds what is planted, and is clean where nothing is."""
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.ranks import Ranks
+from recipes import doctor
+from recipes.doctor import Finding, Where
+from tests.conftest import Recipe, need, need_root, small_disk
+
+
+def run(recipe: Recipe, *words: str, env: dict[str, str] | None = None) -> tuple[int, str]:
+    """Status and output of `python -m recipes doctor`, after words that lead to it."""
+    command = [*words, sys.executable, "-m", "recipes", "doctor", "--output-dir",
+               str(recipe.tmp_path / "runs")]  # fmt: skip
+    done = recipe.finish(recipe.start(*command, env=env), recipe.tmp_path)
+    assert done.stderr == ""
+    return done.status, done.stdout
+
+
+def test_this_machine_is_well(recipe: Recipe) -> None:
+    status, said = run(recipe)
+    assert status == 0
+    assert "error" not in said
+    for about in ("place", "devices", "software", "network", "shared memory", "limits", "cores",
+                  "memory", "run folder", "clock"):  # fmt: skip
+        assert f"  {about}: " in said, said
+
+
+_MACHINE = """\
+set -e
+mount --make-rprivate /
+mount -t tmpfs tmpfs {tmp}
+mkdir {tmp}/dev && for d in null zero urandom random; do cp -a /dev/$d {tmp}/dev; done
+touch {tmp}/dev/nvidia0; mkdir {tmp}/dev/shm
+mount --rbind {tmp}/dev /dev
+mount -t tmpfs -o size=8m tmpfs /dev/shm
+mount -t tmpfs tmpfs /sys/class; mkdir -p /sys/class/infiniband/mlx5_0
+mount -t tmpfs tmpfs /sys/fs/cgroup; echo '50000 100000' >/sys/fs/cgroup/cpu.max
+sed 's/^MemAvailable:.*/MemAvailable: 500000 kB/' /proc/meminfo >{tmp}/meminfo
+mount --bind {tmp}/meminfo /proc/meminfo
+hostname a-name-that-nobody-knows
+ulimit -n 200; ulimit -l 64
+exec "$@"
+"""
+
+
+def library(folder: Path, name: str, code: str) -> None:
+    folder.mkdir(exist_ok=True)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-", f"-Wl,-soname,{name}",
+                    "-o", folder / name], input=code, text=True, check=True)  # fmt: skip
+
+
+def test_a_machine_with_many_faults(recipe: Recipe) -> None:
+    """Real ones, in namespaces of the test's own: mounts, limits, host name, libraries."""
+    need_root()
+    need("unshare", "gcc")
+    other, scratch = recipe.tmp_path / "other", recipe.tmp_path / "scratch"
+    scratch.mkdir()
+    library(other, "libnccl.so.2",
+            "int ncclGetVersion(int *version) { *version = 21803; return 0; }")  # fmt: skip
+    library(other, "libcuda.so.1",
+            "int cuDriverGetVersion(int *version) { *version = 12040; return 0; }")  # fmt: skip
+    status, said = run(
+        recipe, "unshare", "--mount", "--uts", "sh", "-c", _MACHINE.format(tmp=scratch), "sh",
+        env={"LD_LIBRARY_PATH": str(other), "GLOO_SOCKET_IFNAME": "eth77",
+             "NCCL_SOCKET_IFNAME": "=eth88", "MASTER_ADDR": "no-such-host.invalid"},
+    )  # fmt: skip
+    assert status == 1
+    for line in (
+        "error    devices: 1 GPUs under /dev, but torch sees none",
+        "error    software: LD_LIBRARY_PATH brings nccl 2.18.3 where cu132 pins",
+        "error    network: GLOO_SOCKET_IFNAME names eth77, which this host lacks",
+        "error    network: NCCL_SOCKET_IFNAME names eth88, which this host lacks",
+        "error    network: MASTER_ADDR 'no-such-host.invalid' does not resolve",
+        "warning  network: host name a-name-that-nobody-knows does not resolve",
+        "warning  shared memory: /dev/shm has 8 MiB free",
+        "warning  limits: 200 open files a process",
+        "warning  limits: InfiniBand cards, but only 64 KiB of locked memory",
+        "warning  cores: the container or job may use 0.5 cores' time of",
+        "warning  memory: 0.5 GiB available",
+    ):
+        assert f"  {line}" in said, said
+    assert said.count("\n           -> ") >= 10, "each with what to do"
+    status, said = run(recipe, "env", "-u", "LD_LIBRARY_PATH",
+                       f"LD_PRELOAD={other}/libcuda.so.1")  # fmt: skip
+    assert status == 1
+    assert "error    software: this host's NVIDIA driver knows CUDA 12.4 at most" in said
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> Where:
+    return Where(Ranks(), tmp_path / "runs", 0)
+
+
+def unwell(found: Iterator[Finding]) -> list[tuple[str, str]]:
+    return [(one.state, one.found) for one in found if one.state != "ok"]
+
+
+def test_versions_of_another_stack(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unwell(doctor.software(where)) == []
+    monkeypatch.setenv("RECIPES_STACK", "cu128")
+    ((state, found),) = unwell(doctor.software(where))
+    assert state == "error"
+    assert "where cu128 pins" in found
+
+
+def test_a_port_that_is_taken(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as taken:
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        ((state, found),) = unwell(doctor.network(where))
+    assert (state, "cannot be taken" in found) == ("error", True)
+
+
+def test_more_processes_than_cores(where: Where) -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        ((state, found),) = unwell(doctor.cores(where))
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert (state, found.startswith("1 of ")) == ("warning", True)
+    many = Where(where.ranks, where.folder, len(cores) + 1)
+    assert [state for state, _ in unwell(doctor.cores(many))] == ["warning"]
+
+
+def test_run_folders_that_cannot_be_written(where: Where, tmp_path: Path) -> None:
+    assert unwell(doctor.run_folder(where)) == []
+    assert list(where.folder.iterdir()) == [], "it leaves nothing"
+    (tmp_path / "file").write_text("")
+    for folder, says in ((tmp_path / "file" / "runs", "Not a directory"), (Path("/proc"), "")):
+        ((state, found),) = unwell(doctor.run_folder(Where(where.ranks, folder, 0)))
+        assert (state, says in found) == ("error", True)
+    with small_disk(tmp_path / "small", "16m") as disk:
+        ((state, found),) = unwell(doctor.run_folder(Where(where.ranks, disk, 0)))
+        assert (state, "No space left" in found) == ("error", True)
+    with small_disk(tmp_path / "middling", "128m") as disk:
+        ((state, found),) = unwell(doctor.run_folder(Where(where.ranks, disk, 0)))
+        assert (state, "0.1 GiB free" in found) == ("warning", True)
+
+
+def test_a_folder_where_nothing_is_renamed(where: Where) -> None:
+    need("chattr")
+    where.folder.mkdir()
+    set_flag = subprocess.run(["chattr", "+a", where.folder], capture_output=True)
+    if set_flag.returncode:
+        pytest.skip("this file system has no append-only folders")
+    try:
+        ((state, found),) = unwell(doctor.run_folder(where))
+    finally:
+        subprocess.run(["chattr", "-R", "-a", where.folder], check=True)
+    assert (state, "not permitted" in found) == ("error", True)
+
+
+def test_shared_memory_that_cannot_be_written(
+    where: Where, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "SHARED_MEMORY", Path("/proc"))
+    assert [state for state, _ in unwell(doctor.shared_memory(where))] == ["error"]
+
+
+def test_a_clock_before_this_code(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 1e9)
+    ((state, found),) = unwell(doctor.clock(where))
+    assert (state, found) == ("error", "it is 2001-09-09, before this code was written")
+
+
+def test_gpus_in_use_and_apart(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU is here: what torch says of two is made up."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda n: ((10, 80)[n] * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _a, _b: False)
+    busy, apart = unwell(doctor.devices(where))
+    assert busy == ("warning", "cuda:0 GPU, 10 of 80 GiB free")
+    assert apart == ("warning", "no peer access between GPUs 0-1")
+
+
+def test_limits_are_those_of_this_process(where: Where) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard))
+    try:
+        assert ("warning", "500 open files a process") in unwell(doctor.limits(where))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_ranks_that_contradict_each_other(recipe: Recipe) -> None:
+    status, said = run(recipe, env={"RANK": "3", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+    assert status == 1
+    assert "  error    place: " in said
+
+
+def test_an_all_reduce_over_two(recipe: Recipe) -> None:
+    done = recipe.module("doctor", "--nproc", "2", "--json", "--output-dir", recipe.tmp_path)
+    done.assert_ok()
+    found = {one["about"]: one for one in json.loads(done.stdout)}
+    assert found["all-reduce"]["state"] == "ok"
+    assert "MiB/s" in found["all-reduce"]["found"]
+
+
+def test_in_a_job_every_rank_takes_part(recipe: Recipe) -> None:
+    """As srun starts it: rank 0 shows the screen, the others nothing where all is well."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    processes = []
+    for rank in ("0", "1"):
+        env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
+        command = [sys.executable, "-m", "recipes", "doctor", "--output-dir", str(recipe.tmp_path)]
+        processes.append(recipe.start(*command, env=env))
+    first, second = (recipe.finish(process, recipe.tmp_path) for process in processes)
+    assert (first.status, second.status, second.stdout) == (0, 0, "")
+    assert "rank 0 of 2" in first.stdout
+    assert "all-reduce: every rank met the others" in first.stdout
