@@ -11,14 +11,13 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import shlex
-import shutil
 import signal
 import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common import hints
 from common.errors import (
     STATUS_BAD_INPUT,
     STATUS_FAILED,
@@ -112,13 +112,16 @@ def command_line() -> str:
     return os.environ.get("RECIPES_COMMAND") or shlex.join(["python", *sys.orig_argv[1:]])
 
 
-def make_error_folder() -> Path:
-    """A folder in which the ranks started from here leave their errors for `supervise`."""
-    folder = tempfile.mkdtemp(prefix="recipes-")
-    os.environ["RECIPES_ERROR_DIR"] = folder
+def make_error_file() -> Path:
+    """Where the ranks started from here leave their errors for `supervise`, a line each.
+
+    It is in memory and has no name but this process's own for it: nothing is left of it.
+    """
+    file = Path(f"/proc/{os.getpid()}/fd/{os.memfd_create('errors')}")
+    os.environ["RECIPES_ERRORS"] = str(file)
     os.environ["RECIPES_PARENT"] = str(os.getpid())
     os.environ["RECIPES_COMMAND"] = command_line()  # a rank's own is not what the user typed
-    return Path(folder)
+    return file
 
 
 def launch(
@@ -151,7 +154,7 @@ def launch(
     if node_rank == 0:
         store = listen(master_addr, master_port, several_hosts=nnodes > 1)
     port = store.getsockname()[1] if store else master_port
-    errors = make_error_folder()
+    errors = make_error_file()
     children: list[Child] = []
     for local_rank in range(nproc):
         rank = node_rank * nproc + local_rank
@@ -185,14 +188,14 @@ def supervise(children: Sequence[Child], errors: Path) -> int:
 
     Args:
         children: the ranks of this host.
-        errors: folder in which they leave their errors (`run_rank`); removed.
+        errors: file in which they leave their errors (`run_rank`).
 
     Returns:
         0 if all finished, 75 if they were asked to stop and saved, 2 for bad input, else 1.
     """
     pending = {child.rank: child for child in children}
     failed: list[tuple[Child, int]] = []
-    ended: set[int] = set()  # ranks that were killed here, and so are not the cause
+    silent: dict[int, str] = {}  # ranks that were killed here, and what they were doing
     forwarded: set[int] = set()
     deadline = float("inf")
 
@@ -217,17 +220,16 @@ def supervise(children: Sequence[Child], errors: Path) -> int:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
             if pending and time.monotonic() > deadline:
                 for child in pending.values():
-                    ended.add(child.rank)
+                    silent[child.rank] = _doing(child)
                     _kill(child, signal.SIGKILL)
                 deadline = float("inf")
             time.sleep(0.02)
-        return _verdict([(c, s) for c, s in failed if c.rank not in ended], errors)
+        return _verdict([(c, s) for c, s in failed if c.rank not in silent], silent, errors)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:
         for child in pending.values():
             _kill(child, signal.SIGKILL)
-        shutil.rmtree(errors, ignore_errors=True)
 
 
 def _kill(child: Child, number: int) -> None:
@@ -235,31 +237,70 @@ def _kill(child: Child, number: int) -> None:
         os.kill(child.pid, number)
 
 
-def _verdict(failed: list[tuple[Child, int]], errors: Path) -> int:
+def _verdict(failed: list[tuple[Child, int]], silent: dict[int, str], errors: Path) -> int:
+    """Show the failure that the others follow from; the exit status.
+
+    Args:
+        failed: ranks that ended otherwise than well, in that order.
+        silent: ranks that had to be killed after the others had ended, and what they were doing.
+        errors: where ranks left what they had to say.
+    """
     if not failed:
         return STATUS_FINISHED
     if all(status == STATUS_STOPPED for _, status in failed):
         return STATUS_STOPPED
-    left = [json.loads(path.read_text()) for path in errors.glob("*.json")]
+    left = sorted(map(json.loads, errors.read_text().splitlines()), key=lambda e: e["time"])
+    first = next((entry for entry in left if not entry["follows"]), None)
+    host, spoke = socket.gethostname(), {entry["rank"] for entry in left}
     # A killed rank leaves no word, and its peers then fail because it is gone: it is the cause.
     # But NCCL aborts the peers of a rank that failed by itself and said so.
     killed = [(child, -status) for child, status in failed if status < 0]
-    killed = [(c, number) for c, number in killed if not (left and number == signal.SIGABRT)]
+    killed = [(c, number) for c, number in killed if not (first and number == signal.SIGABRT)]
+    mute = [(c, s) for c, s in failed if s not in (0, STATUS_STOPPED) and c.rank not in spoke]
     if killed:
         child, number = killed[0]
-        hint = ": out of memory?" if number == signal.SIGKILL else ""
+        why = {
+            signal.SIGKILL: ": out of memory? (dmesg says) Then try a smaller --global-batch-size",
+            signal.SIGABRT: ": what it said is above; did all ranks call the same collectives, "
+            "and use every parameter? TORCH_DISTRIBUTED_DEBUG=DETAIL names them",
+        }.get(signal.Signals(number), "")
         # Its progress bar may stand on the line.
-        print(f"\nerror: rank {child.rank} on {socket.gethostname()} was killed by "
-              f"{signal.Signals(number).name}{hint}", file=sys.stderr)  # fmt: skip
-        return STATUS_FAILED
-    if left:
-        first = min(left, key=lambda entry: entry["time"])
-        print(first["traceback"] + first["line"], file=sys.stderr)
+        _say(f"\nerror: rank {child.rank} on {host} was killed by "
+             f"{signal.Signals(number).name}{why}")  # fmt: skip
+    elif first:
+        _say(f"{first['line']}\n{first['traceback']}".rstrip())
         return int(first["status"])
-    child, status = next((c, s) for c, s in failed if s != STATUS_STOPPED)
-    print(f"error: rank {child.rank} on {socket.gethostname()} exited with status {status}; "
-          "what it said is above", file=sys.stderr)  # fmt: skip
-    return STATUS_BAD_INPUT if status == STATUS_BAD_INPUT else STATUS_FAILED
+    elif mute:
+        child, status = mute[0]
+        _say(f"error: rank {child.rank} on {host} exited with status {status}; what it said is "
+             "above")  # fmt: skip
+        return STATUS_BAD_INPUT if status == STATUS_BAD_INPUT else STATUS_FAILED
+    elif odd := {rank: state for rank, state in silent.items() if state != "waiting" or not left}:
+        rank, state = next(iter(odd.items()))
+        _say(f"error: rank {rank} on {host} stopped answering ({state}); the others waited "
+             "--timeout-s for it")  # fmt: skip
+    else:  # the cause is on another host, or a rank that waits for what does not come
+        waited = f" (rank {', '.join(map(str, silent))} here went on waiting)" if silent else ""
+        _say(f"{left[0]['line']}{waited}\n{left[0]['traceback']}".rstrip())
+    return STATUS_FAILED
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _doing(child: Child) -> str:
+    """What a process that does not end is doing, as far as the kernel tells."""
+    try:
+        state = Path(f"/proc/{child.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "gone"
+    return {
+        "T": "stopped by a signal",
+        "t": "stopped by a debugger",
+        "D": "waiting for a disk or a network file system",
+        "R": "computing",
+    }.get(state, "waiting")
 
 
 def stop_at_once() -> None:
@@ -296,6 +337,7 @@ def run_rank(body: Callable[[], Any], ranks: Ranks) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:  # the outermost frame of a rank: every failure becomes a status
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a DataLoader's would raise in what follows
         return report(error, ranks)
     finally:
         # Loading processes ignore SIGTERM (common.stream), by which multiprocessing would end them.
@@ -312,26 +354,35 @@ def report(error: Exception, ranks: Ranks) -> int:
         bar.close()  # else the line below would begin behind it
     status = STATUS_BAD_INPUT if isinstance(error, InputError) else STATUS_FAILED
     message = " ".join(_own_message(error).split())
+    expected = isinstance(error, InputError | TrainingError)
+    if advice := "" if expected else hints.hint(f"{type(error).__name__} {message}"):
+        message = f"{_shortened(message)}: {advice}"
     where = f"rank {ranks.rank} on {socket.gethostname()}: "
     line = f"error: {'' if status == STATUS_BAD_INPUT else where}{message}"
-    expected = isinstance(error, InputError | TrainingError)
     trace = "" if expected else "".join(traceback.format_exception(error))
-    folder = os.environ.get("RECIPES_ERROR_DIR")
-    if folder:
+    errors = os.environ.get("RECIPES_ERRORS")
+    if errors:
         if not isinstance(error, PeerError):
-            entry = {"time": time.time(), "line": line, "traceback": trace, "status": status}
-            path = Path(folder) / f"{ranks.rank}.json"
+            entry = {"rank": ranks.rank, "time": time.monotonic(), "line": line,
+                     "traceback": trace, "status": status,
+                     "follows": not expected and hints.follows(error)}  # fmt: skip
             try:
-                path.with_suffix(".tmp").write_text(json.dumps(entry))
-                path.with_suffix(".tmp").rename(path)
-            except OSError:  # a full /tmp must not hide what happened
-                print(trace + line, file=sys.stderr, flush=True)
+                with Path(errors).open("a") as file:
+                    file.write(json.dumps(entry) + "\n")
+            except OSError:  # the parent is gone
+                _say(f"{line}\n{trace}".rstrip())
     elif isinstance(error, InputError):
         if ranks.rank == 0 if error.agreed else ranks.local_rank == 0:
-            print(line, file=sys.stderr, flush=True)
+            _say(line)
     elif not isinstance(error, PeerError):
-        print(trace + line, file=sys.stderr, flush=True)
+        _say(f"{line}\n{trace}".rstrip())
     return status
+
+
+def _shortened(message: str) -> str:
+    """The first sentence of a long message of torch's, without its source file; all is below it."""
+    message = re.sub(r"^\[(enforce fail at )?\S+\.(cc|cpp):\d+\] ", "", message)
+    return re.sub(r"\. .*", "", message) if len(message) > 160 else message.rstrip(".")
 
 
 def _own_message(error: Exception) -> str:
@@ -352,7 +403,7 @@ def end_with_parent() -> None:
 def die_with_parent() -> None:
     """Where `launch` or a spawning parent started this: end when it does. No orphan keeps a GPU."""
     parent = os.environ.get("RECIPES_PARENT")
-    if parent and "RECIPES_ERROR_DIR" in os.environ and os.getpid() != int(parent):
+    if parent and "RECIPES_ERRORS" in os.environ and os.getpid() != int(parent):
         end_with_parent()
         if os.getppid() != int(parent):  # it was gone before
             os._exit(STATUS_FAILED)

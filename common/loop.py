@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from common import snapshot
+from common import hints, snapshot
 from common.data import Data
 from common.errors import StopRequested
 from common.evaluate import Evaluation
@@ -54,6 +54,7 @@ class Loop:
         self.state = TrainingState(parts, loss_sum, sharded)
         total_steps = options.epochs * batches.steps_per_epoch
         self.last_step = min(options.max_steps or total_steps, total_steps)
+        hints.global_batch_size = batches.global_batch_size
         self._identity = run.identity(batches.global_batch_size, data.fingerprint)
 
     def resume(self) -> bool:

@@ -112,7 +112,7 @@ def _number(env: Mapping[str, str], name: str, launcher: str) -> int:
 
 
 def _from_torchrun(env: Mapping[str, str], local_rank_argument: int | None) -> Ranks:
-    launcher = "recipes" if "RECIPES_ERROR_DIR" in env else "torchrun"
+    launcher = "recipes" if "RECIPES_ERRORS" in env else "torchrun"
     world_size = _number(env, "WORLD_SIZE", launcher)
     rank = _number(env, "RANK", launcher)
     if "LOCAL_RANK" in env:

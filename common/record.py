@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from common.ranks import Ranks
 from common.snapshot import TrainingState, differences, list_snapshots, refuse_mismatch
 
 log = logging.getLogger("recipes")
+tqdm.set_lock(threading.RLock())  # its own one is a semaphore, which a killed rank would leave
 
 _MAY_DIFFER_BY_HOST = {"output_dir", "data_path", "weights", "resume"}
 

@@ -27,6 +27,10 @@ _POSITION = ("epoch", "batch", "step", "metrics_bytes")
 log = logging.getLogger("recipes")
 
 
+class UnsoundError(InputError):
+    """A snapshot that is not what was written."""
+
+
 class Stateful(Protocol):
     """A model, an optimizer, a scaler: what gives its state as a dict of tensors and numbers."""
 
@@ -218,7 +222,7 @@ def read(path: Path) -> dict[str, Any]:
     if not expected:
         raise InputError(f"{path} is not named like a snapshot (step_NNNNNNNN.CHECKSUM.pt)")
     if _digest(path) != expected[1]:
-        raise InputError(f"snapshot {path} is torn or altered: its checksum is not {expected[1]}")
+        raise UnsoundError(f"snapshot {path} is torn or altered: its checksum is not {expected[1]}")
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever the unpickler meets
@@ -283,7 +287,7 @@ def _find(resume: str | Path, folder: Path) -> dict[str, Any] | None:
     for path in candidates:
         try:
             found = read(path)
-        except InputError as error:
+        except UnsoundError as error:
             log.warning(f"{error}; set aside, trying the one before")
             path.rename(path.with_suffix(".unsound"))  # else it would count as one to keep
             continue

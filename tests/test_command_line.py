@@ -199,22 +199,6 @@ def ranks_of(parent: int) -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize("name", ["ddp_launch", "ddp_spawn"])
-def test_killed_in_the_middle_of_an_epoch(recipe: Recipe, reference: Result, name: str) -> None:
-    """The launcher dies of SIGKILL, which no handler sees; no rank outlives it."""
-    command = recipe.command(name, *OPTIONS)
-    process = recipe.start(*command)
-    wait_for_step(recipe.tmp_path / "run", 16)
-    ranks = list(ranks_of(process.pid).values()) or children(process.pid)
-    process.kill()
-    process.wait()
-    assert len(ranks) >= 2
-    wait_for(lambda: not any(alive(pid) for pid in ranks), 10)
-    result = recipe.finish(recipe.start(*command), recipe.tmp_path / "run")
-    assert_same(result, reference)
-    assert 16 <= result.summary["resumed_from"] < STEPS
-
-
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
@@ -255,35 +239,6 @@ def test_a_signal_to_the_whole_session_spares_the_loading_processes(
     stopped = recipe.finish(process, recipe.tmp_path / "run")
     assert (stopped.status, stopped.errors) == (75, []), stopped.stderr
     assert_same(recipe.finish(recipe.start(*command), recipe.tmp_path / "run"), reference)
-
-
-@pytest.mark.parametrize("name", ["ddp_launch", "ddp_spawn"])
-def test_ctrl_c_leaves_no_process_behind(recipe: Recipe, name: str) -> None:
-    process = recipe.start(*recipe.command(name, *OPTIONS, "--num-workers", "1"))
-    wait_for_step(recipe.tmp_path / "run", 8)
-    family = children(process.pid)
-    os.killpg(process.pid, signal.SIGINT)
-    result = recipe.finish(process, recipe.tmp_path / "run")
-    assert result.status == 130
-    assert "Traceback" not in result.stderr
-    wait_for(lambda: not any(alive(pid) for pid in family), 10)
-
-
-@pytest.mark.parametrize("name", ["ddp_launch", "ddp_spawn"])
-def test_a_killed_rank_ends_the_run_and_is_named(
-    recipe: Recipe, reference: Result, name: str
-) -> None:
-    command = recipe.command(name, *OPTIONS)
-    folder = recipe.tmp_path / "run"
-    process = recipe.start(*command)
-    wait_for_step(folder, 8)
-    victim = ranks_of(process.pid).get(1) or children(process.pid)[-1]
-    os.kill(victim, signal.SIGKILL)
-    result = recipe.finish(process, folder, timeout_s=30)
-    assert result.status == 1
-    assert len(result.errors) == 1, result.stderr
-    assert re.match(r"error: rank 1 on \S+ was killed by SIGKILL", result.errors[0])
-    assert_same(recipe.finish(recipe.start(*command), folder), reference)
 
 
 def test_torchrun_restarts_a_rank_that_dies_once(recipe: Recipe, reference: Result) -> None:

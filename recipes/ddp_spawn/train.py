@@ -31,7 +31,7 @@ from common.data import DataOptions, load_data, make_loaders
 from common.ddp import ParallelOptions, synchronize_batch_norm, warm_up
 from common.evaluate import evaluate
 from common.group import choose_device, process_group
-from common.launch import Child, listen, make_error_folder, run_rank, supervise
+from common.launch import Child, listen, make_error_file, run_rank, supervise
 from common.loop import Loop
 from common.models import ModelOptions, prepare_model, set_train_mode
 from common.optim import OptimizerOptions
@@ -149,7 +149,7 @@ def worker(local_rank: int, config: Config, nproc: int, store: socket) -> None:
 
 def spawn(config: Config, nproc: int) -> int:
     """Start `nproc` ranks on this machine and wait for them; returns the exit status."""
-    errors = make_error_folder()
+    errors = make_error_file()
     with listen("127.0.0.1", 0) as store:
         context = start_processes(
             worker, (config, nproc, store), nprocs=nproc, join=False, start_method="spawn"
