@@ -23,7 +23,7 @@ LAUNCH = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) \
 
 .DEFAULT_GOAL := help
 .PHONY: help run test test-slow test-slurm slurm-check image image-run image-test image-repro check \
-	reproduce doctor soak bench gpu-check format diff-ddp tensorboard venv venv-dev lock clean
+	reproduce doctor soak faults audit bench gpu-check format diff-ddp tensorboard venv venv-dev lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,6 +86,14 @@ doctor: $(INSTALLED) ## Say what on this machine would stop a run: make doctor [
 
 soak: $(INSTALLED) ## Kill and resume runs at random moments: make soak [ROUNDS=50]; writes tests/faults/results/soak.json
 	@$(PYTHON) -m tests.faults.soak $(if $(ROUNDS),--rounds $(ROUNDS)) $(ARGS)
+
+faults: $(INSTALLED_DEV) ## Let every fault of the matrix happen (root); writes tests/faults/results/matrix.json and the README's table
+	@FAULTS_JSON=$(CURDIR)/tests/faults/results/matrix.json $(PYTHON) -m pytest -m slow tests/faults/test_matrix.py $(ARGS)
+	@$(PYTHON) -m tests.faults.matrix
+
+audit: $(INSTALLED_DEV) ## Look up the locked packages' known vulnerabilities (asks PyPI's JSON API; ARGS="-s osv" asks OSV)
+	@for lock in docker/stacks/*.txt; do echo "$$lock"; $(PYTHON) -m uv tool run pip-audit==2.10.1 \
+		--strict --disable-pip --no-deps --requirement $$lock $(ARGS) || exit; done
 
 bench: $(INSTALLED) ## Measure a recipe beside its alternatives: make bench RECIPE=NAME; renews its results and README
 	@$(PYTHON) -m recipes.bench $(RECIPE) $(ARGS)

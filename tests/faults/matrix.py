@@ -1,0 +1,45 @@
+"""The fault matrix as JSON, and as the README's table."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from common.manifest import describe_machine
+from common.record import write_json
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULT = Path(__file__).parent / "results" / "matrix.json"
+BEGIN, END = "<!-- faults: written by make faults -->", "<!-- end of faults -->"
+
+
+def save(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write what was seen."""
+    path.parent.mkdir(exist_ok=True)
+    write_json(path, {"command": "make faults", **describe_machine(), "rows": rows})
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """One line a fault: recipes, seconds until nothing is left, status, first line."""
+    lines = [
+        "| what happens | in | all ended after | status | first line |",
+        "|---|---|---|---|---|",
+    ]
+    for fault in dict.fromkeys(row["fault"] for row in rows):
+        same = [row for row in rows if row["fault"] == fault]
+        seconds = " / ".join(f"{row['seconds']:.1f}" for row in same)
+        said = same[0]["first_line"].replace("|", "\\|")
+        lines.append(f"| {fault} | {', '.join(row['recipe'] for row in same)} | {seconds} s | "
+                     f"{same[0]['status']} | {said} |")  # fmt: skip
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Renew the README's table from the result."""
+    readme = ROOT / "README.md"
+    before, rest = readme.read_text().split(BEGIN)
+    rows = json.loads(RESULT.read_text())["rows"]
+    readme.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{rest.split(END)[1]}")
+
+
+if __name__ == "__main__":
+    main()

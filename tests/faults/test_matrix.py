@@ -1,0 +1,402 @@
+"""The fault matrix: each fault happens for real in a real run, and the run ends as it should.
+
+`make faults` runs it and writes results/matrix.json and the table in the README from it.
+"""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common import snapshot
+from common.launch import ROOT
+from tests.conftest import Recipe, Result, need, small_disk, wait_for
+from tests.faults import matrix
+from tests.test_data import flowers
+from tests.test_two_hosts import ADDRESSES, two_hosts
+
+pytestmark = pytest.mark.slow
+
+INJECT = Path(__file__).parent / "inject"
+TIMEOUT_S = 8
+LIMIT_S = {"network": 60.0}
+OPTIONS = ("--epochs", "1", "--snapshot-every", "4", "--log-every", "1")
+RECIPES = {
+    "ddp_launch": (),
+    "ddp_spawn": (),
+    "model_parallel_toy": ("--model", "toy", "--stages", "2", "--schedule", "gpipe",
+                           "--lr", "0.1"),
+}  # fmt: skip
+AT = 6
+"""The step after which a fault happens; the snapshot of step 4 is the last."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens, and how the run must end."""
+
+    says: str
+    """The first line must match this."""
+    status: int = 1
+    options: tuple[str, ...] = ()
+    recipes: tuple[str, ...] = tuple(RECIPES)
+    rank: int = 1
+    act: Callable[[Any, Path], None] | None = None
+    """Done from outside once training is under way; None: the rank itself does it."""
+    step_s: float = 0.0
+
+
+def signalled(*numbers: int) -> Callable[[Any, Path], None]:
+    """Signals to the launcher, one after another."""
+
+    def act(process: Any, _folder: Path) -> None:
+        for number in numbers:
+            process.send_signal(number)
+            time.sleep(0.05)
+
+    return act
+
+
+def interrupted(process: Any, _folder: Path) -> None:
+    os.killpg(process.pid, signal.SIGINT)
+
+
+HERE = re.escape(socket.gethostname())
+DDP = ("ddp_launch", "ddp_spawn")
+FAULTS = {
+    "raises": Fault(rf"error: rank 1 on {HERE}: a bug of this test"),
+    "exits": Fault(rf"error: rank 1 on {HERE} exited with status 7"),
+    "is killed": Fault(rf"error: rank 1 on {HERE} was killed by SIGKILL: out of memory\?"),
+    "stops answering": Fault(
+        rf"error: rank 1 on {HERE} stopped answering \(stopped by a signal\)"
+    ),
+    "runs out of memory": Fault(
+        rf"error: rank 1 on {HERE}: .*out of memory: try --global-batch-size 48"
+    ),
+    "loses a loading process": Fault(
+        rf"error: rank [01] on {HERE}: .*a loading process died",
+        options=("--num-workers", "1"), recipes=DDP,
+    ),
+    "calls another collective": Fault(
+        rf"error: rank \d on {HERE}.*TORCH_DISTRIBUTED_DEBUG=DETAIL names them"
+    ),
+    "leaves a parameter out": Fault(
+        rf"error: rank 1 on {HERE}(: .*a parameter took no part in the loss on this rank"
+        r"| was killed by SIGABRT: .*use every parameter\?)",
+        recipes=DDP,
+    ),
+    "has a loss that is not finite": Fault(
+        rf"error: rank \d on {HERE}: the loss is not finite on rank 1 by step 6", recipes=DDP
+    ),
+    "sees the clock go back": Fault("", status=0, rank=0),
+    "Ctrl-C": Fault(
+        "", status=130, act=interrupted, step_s=0.1, options=("--num-workers", "1")
+    ),
+    "SIGTERM twice": Fault(
+        "", status=75, act=signalled(signal.SIGTERM, signal.SIGTERM), step_s=0.1
+    ),
+    "the launcher is killed": Fault(
+        "", status=-signal.SIGKILL, act=signalled(signal.SIGKILL), step_s=0.1
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Scene:
+    """One run with a fault in it."""
+
+    recipe: Recipe
+    folder: Path
+    env: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.mark = self.recipe.tmp_path / "mark"
+        self.env |= {"PYTHONPATH": f"{INJECT}:{ROOT}", "FAULT_MARK": str(self.mark),
+                     "SCENE": str(self.folder)}  # fmt: skip
+
+    def processes(self) -> list[int]:
+        """Ids of all processes of this scene that are alive, wherever they were put."""
+        found, word = [], f"SCENE={self.folder}".encode()
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                state = (path.parent / "stat").read_text().rsplit(")", 1)[1].split()[0]
+                if state != "Z" and word in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+            except OSError:
+                continue
+        return found
+
+    def wait_until_gone(self, since_s: float, limit_s: float) -> float:
+        """Seconds from `since_s` (monotonic) until no process of the scene is left."""
+        wait_for(lambda: not self.processes(), limit_s)
+        return time.monotonic() - since_s
+
+
+@pytest.fixture
+def scene(recipe: Recipe) -> Scene:
+    return Scene(recipe, recipe.tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[list[dict[str, Any]]]:
+    """What was seen; written where `make faults` asks for it."""
+    found: list[dict[str, Any]] = []
+    yield found
+    if path := os.environ.get("FAULTS_JSON"):
+        matrix.save(Path(path), found)
+
+
+@pytest.fixture(scope="module")
+def wholes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Result]]:
+    """Each recipe's run without a fault."""
+    runner = Recipe(tmp_path_factory.mktemp("whole"))
+    yield {
+        name: runner(name, *nproc(name), *OPTIONS, *options, folder=name).assert_ok()
+        for name, options in RECIPES.items()
+    }
+    runner.stop()
+
+
+def nproc(name: str) -> tuple[str, ...]:
+    return ("--nproc", "2") if name != "model_parallel_toy" else ()
+
+
+def shared_memory() -> set[Path]:
+    """What there is, of anybody."""
+    return set(Path("/dev/shm").iterdir())
+
+
+def assert_intact(folder: Path) -> int:
+    """The newest snapshot is whole; its step."""
+    newest = snapshot.list_snapshots(folder / "snapshots")[0]
+    assert not list(folder.glob("snapshots/*.tmp"))
+    return int(snapshot.read(newest)["step"])
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"), [(fault, name) for fault in FAULTS for name in FAULTS[fault].recipes]
+)
+def test_a_rank(
+    scene: Scene, wholes: dict[str, Result], rows: list[dict[str, Any]], fault: str, name: str
+) -> None:
+    expected, before = FAULTS[fault], shared_memory()
+    options = (*nproc(name), *OPTIONS, *RECIPES[name], *expected.options)
+    command = scene.recipe.command(name, *options, "--timeout-s", str(TIMEOUT_S))
+    env = {**scene.env, "STEP_S": str(expected.step_s)}
+    if expected.act is None:
+        env |= {"FAULT": fault, "FAULT_STEP": str(AT), "FAULT_RANK": str(expected.rank)}
+    process = scene.recipe.start(*command, env=env)
+    if expected.act:
+        wait_for(lambda: list(scene.folder.glob("snapshots/step_*4.*.pt")))
+        start_s = time.monotonic()
+        expected.act(process, scene.folder)
+    else:
+        wait_for(lambda: scene.mark.exists() or process.poll() is not None)
+        start_s = time.monotonic()
+    result = scene.recipe.finish(process, scene.folder, 60)
+    elapsed_s = scene.wait_until_gone(start_s, 30)
+    first = next(iter(result.errors), "")
+    assert result.status == expected.status, result.stderr
+    assert expected.says or "Traceback" not in result.stderr
+    assert len(result.errors) == (1 if expected.says else 0), result.stderr
+    assert re.match(expected.says, first), result.stderr
+    assert elapsed_s < 30
+    assert shared_memory() <= before
+    step = assert_intact(scene.folder)
+
+    command = scene.recipe.command(name, *options)
+    again = scene.recipe.finish(scene.recipe.start(*command), scene.folder).assert_ok()
+    assert again.sha == wholes[name].sha
+    assert again.losses == wholes[name].losses, "every step once"
+    rows.append({"fault": f"a rank {fault}" if expected.act is None else fault, "recipe": name,
+                 "seconds": elapsed_s, "status": result.status, "first_line": first,
+                 "resumed_from": step})  # fmt: skip
+
+
+@dataclass
+class Hosts:
+    """Two hosts with a cable between them."""
+
+    names: list[str]
+
+    def run(self, node: int, *command: str) -> list[str]:
+        """The words that run a command on a host."""
+        return ["ip", "netns", "exec", self.names[node], *command]
+
+    def cable(self, state: str) -> None:
+        """Pull it out (down) or put it back (up)."""
+        subprocess.run(["ip", "-n", self.names[1], "link", "set", "eth0", state], check=True)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    need("ip")
+    with two_hosts() as names:
+        yield Hosts(names)
+
+
+def start_on_both(scene: Scene, hosts: Hosts, **env: str) -> list[Any]:
+    """ddp_launch, a process a host."""
+    return [
+        scene.recipe.start(
+            *hosts.run(node, *scene.recipe.command(
+                "ddp_launch", "--nproc", "1", "--nnodes", "2", "--node-rank", str(node),
+                "--master-addr", ADDRESSES[0], "--master-port", "29500", *OPTIONS,
+                "--timeout-s", str(TIMEOUT_S),
+            )),
+            env={**scene.env, "STEP_S": "0.3", **env},
+        )
+        for node in (0, 1)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ["cut for good", "cut for 3 s", "rank 0's host gone"])
+def test_the_network(
+    scene: Scene, hosts: Hosts, wholes: dict[str, Result], rows: list[dict[str, Any]], fault: str
+) -> None:
+    processes = start_on_both(scene, hosts)
+    wait_for(lambda: list(scene.folder.glob("snapshots/step_*4.*.pt")))
+    start_s = time.monotonic()
+    if fault == "rank 0's host gone":
+        hosts.cable("down")  # nothing says goodbye
+        os.killpg(processes[0].pid, signal.SIGKILL)
+    else:
+        hosts.cable("down")
+    if fault == "cut for 3 s":
+        time.sleep(3)
+        hosts.cable("up")
+    results = [scene.recipe.finish(process, scene.folder, 90) for process in processes]
+    elapsed_s = scene.wait_until_gone(start_s, 60)
+    hosts.cable("up")
+    first = next(iter(results[1].errors), "")
+    if fault == "cut for 3 s":
+        assert [result.status for result in results] == [0, 0]
+    else:
+        assert results[1].status == 1
+        assert re.match(rf"error: rank 1 on {HERE}: Timed out .*the network is cut", first), first
+        assert elapsed_s < 60
+        scene.mark.touch()
+        assert_intact(scene.folder)
+        for process in start_on_both(scene, hosts, STEP_S="0"):
+            scene.recipe.finish(process, scene.folder).assert_ok()
+    final = Result(0, "", "", scene.folder)
+    assert final.sha == wholes["ddp_launch"].sha
+    assert final.losses == wholes["ddp_launch"].losses
+    rows.append({"fault": f"the network: {fault}", "recipe": "ddp_launch, two hosts",
+                 "seconds": elapsed_s, "status": results[1].status, "first_line": first,
+                 "resumed_from": 4})  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", ["altered", "cut short", "of a newer version"])
+def test_a_snapshot(
+    scene: Scene, wholes: dict[str, Result], rows: list[dict[str, Any]], damage: str
+) -> None:
+    command = scene.recipe.command("ddp_launch", *OPTIONS)
+    cut = scene.recipe.command("ddp_launch", *OPTIONS, "--max-steps", "9")
+    scene.recipe.finish(scene.recipe.start(*cut), scene.folder).assert_ok()
+    newest = snapshot.list_snapshots(scene.folder / "snapshots")[0]
+    data = bytearray(newest.read_bytes())
+    if damage == "of a newer version":
+        content = torch.load(newest, weights_only=True)
+        newest.unlink()
+        snapshot.write(newest.parent, 9, {**content, "format": snapshot.FORMAT + 1})
+    else:
+        data[len(data) // 2] ^= 1
+        newest.write_bytes(data if damage == "altered" else data[:-100])
+    start_s = time.monotonic()
+    result = scene.recipe.finish(scene.recipe.start(*command, env=scene.env), scene.folder)
+    elapsed_s = scene.wait_until_gone(start_s, 30)
+    first = next(line for line in (result.stdout + result.stderr).splitlines()
+                 if "step_00000009" in line)  # fmt: skip
+    if damage == "of a newer version":
+        assert (result.status, result.errors) == (2, [first])
+        assert "go on with the version of the code that wrote it" in first
+        assert not list(newest.parent.glob("*.unsound")), "nothing was set aside"
+        step = 0
+    else:
+        result.assert_ok()
+        assert "set aside, trying the one before" in first
+        assert result.sha == wholes["ddp_launch"].sha
+        step = result.summary["resumed_from"]
+        assert step == 8
+    rows.append({"fault": f"the newest snapshot is {damage}", "recipe": "ddp_launch",
+                 "seconds": elapsed_s, "status": result.status, "resumed_from": step,
+                 "first_line": first.replace(str(scene.folder), "RUN")})  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_data_file_that_vanishes(scene: Scene, rows: list[dict[str, Any]], workers: str) -> None:
+    root = flowers(scene.recipe.tmp_path / "data", per_class=20)
+    options = ["--data", "imagefolder", "--data-path", str(root), "--image-size", "16",
+               "--global-batch-size", "4", "--epochs", "400", "--snapshot-every", "5",
+               "--num-workers", workers]  # fmt: skip
+    process = scene.recipe.start(*scene.recipe.command("ddp_launch", *options), env=scene.env)
+    wait_for(lambda: list(scene.folder.glob("snapshots/step_*.pt")))
+    for path in (root / "daisy").iterdir():
+        path.unlink()
+    start_s = time.monotonic()
+    result = scene.recipe.finish(process, scene.folder, 60)
+    elapsed_s = scene.wait_until_gone(start_s, 30)
+    assert result.status == 1
+    (first,) = result.errors
+    assert re.match(rf"error: rank [01] on {HERE}: cannot read .*daisy \d+\.jpg", first), first
+    rows.append({"fault": f"a data file vanishes (--num-workers {workers})", "status": 1,
+                 "recipe": "ddp_launch", "seconds": elapsed_s,
+                 "first_line": first.replace(str(root), "DATA"),
+                 "resumed_from": assert_intact(scene.folder)})  # fmt: skip
+
+
+def test_a_disk_that_fills(scene: Scene, rows: list[dict[str, Any]]) -> None:
+    with small_disk(scene.folder, "2m") as disk:
+        command = scene.recipe.command("ddp_launch", "--epochs", "6", "--keep-snapshots", "50")
+        start_s = time.monotonic()
+        process = scene.recipe.start(*command, env=scene.env)
+        result = scene.recipe.finish(process, disk)
+        elapsed_s = scene.wait_until_gone(start_s, 30)
+        assert result.status == 1
+        (first,) = result.errors
+        assert "cannot write a snapshot" in first
+        step = assert_intact(disk)
+        subprocess.run(["mount", "-o", "remount,size=50m", disk], check=True)
+        again = scene.recipe.finish(scene.recipe.start(*command), disk).assert_ok()
+        assert again.summary["resumed_from"] == step
+    rows.append({"fault": "the disk fills (from the start on)", "recipe": "ddp_launch",
+                 "seconds": elapsed_s, "status": 1, "resumed_from": step,
+                 "first_line": first.replace(str(disk), "RUN")})  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ["rank 0's port is taken", "rank 0's host has no such name"])
+def test_an_address_that_cannot_work(scene: Scene, rows: list[dict[str, Any]], fault: str) -> None:
+    """As under srun, without our launcher; rank 1 does not wait for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        address = "127.0.0.1" if "port" in fault else "no-such-host.invalid"
+        start_s = time.monotonic()
+        processes = []
+        for rank in ("0", "1"):
+            env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                   "MASTER_ADDR": address, "MASTER_PORT": port}  # fmt: skip
+            command = scene.recipe.command("ddp_launch", "--timeout-s", "3")
+            processes.append(scene.recipe.start(*command, env={**scene.env, **env}))
+        results = [scene.recipe.finish(process, scene.folder, 60) for process in processes]
+        elapsed_s = scene.wait_until_gone(start_s, 30)
+    assert elapsed_s < 30
+    first = results[0].errors[0]
+    assert results[0].status == 2
+    if "port" in fault:
+        assert f"port {port} on {socket.gethostname()} cannot be taken" in first
+        assert results[1].status == 1
+        assert "not all 2 ranks met at 127.0.0.1" in results[1].errors[0]
+    else:
+        assert "'no-such-host.invalid' does not resolve" in first
+    rows.append({"fault": fault, "recipe": "ddp_launch", "seconds": elapsed_s, "status": 2,
+                 "resumed_from": 0, "first_line": first.replace(port, "PORT")})  # fmt: skip
