@@ -68,6 +68,12 @@ class Samples(Dataset[tuple[Tensor, int]]):
             torch.set_rng_state(before)
 
 
+def multiples_near(number: int, divisor: int) -> str:
+    """The multiples of `divisor` around `number`, for a message."""
+    below = number - number % divisor
+    return " or ".join(str(size) for size in (below, below + divisor) if size)
+
+
 class GlobalBatches(Sampler[list[Key]]):
     """This rank's share of each global batch, from any batch of any epoch on.
 
@@ -84,11 +90,9 @@ class GlobalBatches(Sampler[list[Key]]):
         self, samples: int, global_batch_size: int, seed: int, rank: int, world_size: int
     ) -> None:
         if global_batch_size % world_size:
-            smaller = global_batch_size - global_batch_size % world_size
-            sizes = " or ".join(str(s) for s in (smaller, smaller + world_size) if s)
             raise InputError(
                 f"--global-batch-size {global_batch_size} is not divided by the {world_size} "
-                f"processes: {sizes} would be"
+                f"processes: {multiples_near(global_batch_size, world_size)} would be"
             )
         if global_batch_size > samples:
             raise InputError(

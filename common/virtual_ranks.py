@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.errors import InputError
 from common.record import RunOptions
 from common.seeds import seed_torch
+from common.stream import multiples_near
 
 
 def use_virtual_ranks(
@@ -65,8 +66,7 @@ def use_virtual_ranks(
             f"start {processes}"
         )
     if global_batch_size % virtual_ranks:
-        below = global_batch_size - global_batch_size % virtual_ranks
-        sizes = " or ".join(str(n) for n in (below, below + virtual_ranks) if n)
+        sizes = multiples_near(global_batch_size, virtual_ranks)
         raise InputError(
             f"--virtual-ranks {virtual_ranks} does not divide the global batch of "
             f"{global_batch_size}: {sizes} samples would do"

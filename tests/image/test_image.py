@@ -82,6 +82,17 @@ def test_the_weights_of_make_run(engine: Engine, image: str, reference: Result, 
     assert {path.stat().st_uid for path in done.folder.rglob("*")} == {UID}
 
 
+def test_doctor_finds_no_error_but_what_is_missing(engine: Engine, image: str, runs: Path) -> None:
+    """Docker's own 64 MB of /dev/shm, and no network: true warnings."""
+    done = run(engine, "doctor", "--nproc", "2", docker=(*HARDENED, "--network", "none"),
+               folder=runs).assert_ok()  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert not [line for line in lines if line.startswith("  error")], done.stdout
+    assert "  warning  shared memory: /dev/shm has 64 MiB free" in lines
+    assert any(line.startswith("  ok       software: stack cu132: ") for line in lines)
+    assert any(line.startswith("  ok       all-reduce: ") for line in lines)
+
+
 def test_make_image_run_says_what_it_ran(engine: Engine, image: str, runs: Path) -> None:
     need("setpriv")
     open_to_all = all(path.stat().st_mode & 0o001 for path in (ROOT, *ROOT.parents))

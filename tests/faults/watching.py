@@ -1,0 +1,81 @@
+"""What watching for stop signals costs a step: `python -m tests.faults.watching`.
+
+Two ranks train ddp_launch's model by turns with and without `StopAgreement.after`, in blocks of
+steps of one process, so that what drifts on the machine meets both. The launcher's own watching
+(it asks after its ranks fifty times a second) goes on beside both, as it does in a run.
+"""
+
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from common.ddp import warm_up
+from common.group import gather_numbers
+from common.manifest import describe_machine
+from common.models import ModelOptions, build_model
+from common.ranks import Ranks
+from common.record import RunOptions, write_json
+from common.seeds import set_determinism
+from common.stop import StopAgreement
+from tests.pool import Pool, in_group
+
+RESULT = Path(__file__).parent / "results" / "watching.json"
+BLOCKS, STEPS = 400, 25
+
+
+def measure(_ranks: Ranks) -> dict[str, list[float]]:
+    """Seconds a step of each block, the slower rank's, with and without watching."""
+    set_determinism(RunOptions())
+    model = build_model(ModelOptions(), 1, 10, 8).train()
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    images, labels = torch.randn(48, 1, 8, 8), torch.randint(10, (48,))
+    warm_up(ddp, images[0], len(images))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    stop, step = StopAgreement(), 0
+    found: dict[str, list[float]] = {"watched": [], "unwatched": []}
+    for block in range(BLOCKS):
+        # In pairs, each pair the other way round: neither comes always first.
+        watched = block % 4 in (0, 3)
+        start_s = time.perf_counter()
+        for _ in range(STEPS):
+            nn.functional.cross_entropy(ddp(images), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if watched:
+                stop.after(step)
+        mine = torch.tensor((time.perf_counter() - start_s) / STEPS)
+        found["watched" if watched else "unwatched"].append(float(gather_numbers(mine).max()))
+    stop.release()
+    return found
+
+
+def main() -> None:
+    """Measure and write."""
+    pool = Pool(2)
+    found = pool.run(in_group, 2, measure)[0]
+    pool.close()
+    ratios = [a / b for a, b in zip(found["watched"], found["unwatched"], strict=True)]
+    result: dict[str, Any] = {
+        "command": "python -m tests.faults.watching",
+        **describe_machine(),
+        "steps_a_block": STEPS,
+        "median_ratio": statistics.median(ratios),
+        "quartiles_of_the_ratio": statistics.quantiles(ratios, n=4),
+        "seconds_a_step": {name: statistics.median(values) for name, values in found.items()},
+        "ratios": [round(ratio, 4) for ratio in ratios],
+    }
+    RESULT.parent.mkdir(exist_ok=True)
+    write_json(RESULT, result)
+    shown = {name: result[name] for name in ("median_ratio", "quartiles_of_the_ratio")}
+    print(json.dumps(shown, indent=2))
+
+
+if __name__ == "__main__":
+    main()
