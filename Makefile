@@ -88,7 +88,7 @@ soak: $(INSTALLED) ## Kill and resume runs at random moments: make soak [ROUNDS=
 	@$(PYTHON) -m tests.faults.soak $(if $(ROUNDS),--rounds $(ROUNDS)) $(ARGS)
 
 faults: $(INSTALLED_DEV) ## Let every fault of the matrix happen (root); writes tests/faults/results/matrix.json and the README's table
-	@FAULTS_JSON=$(CURDIR)/tests/faults/results/matrix.json $(PYTHON) -m pytest -m slow tests/faults/test_matrix.py $(ARGS)
+	@FAULTS_JSON=$(CURDIR)/tests/faults/results/matrix.json $(PYTHON) -m pytest -m slow tests/faults/test_matrix.py
 	@$(PYTHON) -m tests.faults.matrix
 
 audit: $(INSTALLED_DEV) ## Look up the locked packages' known vulnerabilities (asks PyPI's JSON API; ARGS="-s osv" asks OSV)

@@ -191,7 +191,10 @@ def _connect(ranks: Ranks, timeout_s: float) -> dist.Store:
     try:
         listen_fd = ranks.listen_fd
         if is_master and listen_fd is None:
-            listen_fd = bind(address, port, several_hosts=ranks.several_hosts).detach()
+            # Of ranks by hand without LOCAL_WORLD_SIZE nobody knows where the others are.
+            unknown = ranks.launcher == "torchrun" and "LOCAL_WORLD_SIZE" not in os.environ
+            several_hosts = ranks.several_hosts or unknown
+            listen_fd = bind(address, port, several_hosts=several_hosts).detach()
         store = dist.TCPStore(
             address,
             port,

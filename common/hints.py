@@ -2,11 +2,13 @@
 
 import re
 
+_TIMED_OUT = r"Timed out waiting \d+ms|Watchdog caught collective operation timeout"
+
 # What a rank says when another one is gone or silent: that one's own message is the cause.
 _FOLLOWS = re.compile(
     r"Connection (closed|reset) by peer|Connection refused|Broken pipe|Application timeout caused "
-    r"pair closure|Timed out waiting \d+ms|Watchdog caught collective operation timeout|"
-    r"NCCL communicator was aborted|remote process exited or there was a network error"
+    rf"pair closure|{_TIMED_OUT}|NCCL communicator was aborted|"
+    r"remote process exited or there was a network error"
 )
 
 _TABLE = {
@@ -15,7 +17,7 @@ _TABLE = {
         "a loading process died: out of memory, or /dev/shm is too small (in a container give "
         "--shm-size=8g or --ipc=host); --num-workers 0 shows its own error"
     ),
-    r"Timed out waiting \d+ms|Watchdog caught collective operation timeout": (
+    _TIMED_OUT: (
         "a rank did not answer within --timeout-s: it hangs, is much slower than the others, calls "
         "other collectives than they do (TORCH_DISTRIBUTED_DEBUG=DETAIL names them), or the "
         "network is cut"
@@ -62,6 +64,11 @@ global_batch_size = 0
 def follows(error: Exception) -> bool:
     """Whether a failure is what another rank's failure looks like from here: torch's own error."""
     return isinstance(error, RuntimeError) and bool(_FOLLOWS.search(str(error)))
+
+
+def timed_out(error: Exception) -> bool:
+    """Whether another rank did not answer, rather than being gone."""
+    return bool(re.search(_TIMED_OUT, str(error)))
 
 
 def hint(message: str) -> str:

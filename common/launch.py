@@ -57,21 +57,21 @@ class Child:
 def bind(address: str, port: int, *, several_hosts: bool) -> socket.socket:
     """Listen where the ranks will look for rank 0's store, and nowhere else.
 
-    The store asks nobody who he is, so it stays off the interfaces that it does not need. On all
-    it listens only where `address` is none of this host's (it is translated on the way), or where
-    it is this host's own loopback, which Debian makes of a host's name, and others must get in.
+    The store asks nobody who he is, so it stays off the interfaces that it does not need: it
+    listens on rank 0's address. On all of them it listens where that is none of this host's (it
+    is translated on the way), and where several hosts are given a name, of which each may make
+    another address (Debian makes loopback of a host's own).
 
     Args:
         address: rank 0's, as the ranks are given it.
         port: 0 for any free one.
-        several_hosts: ranks are on other hosts too.
+        several_hosts: ranks are on other hosts too, as far as is known.
 
     Raises:
         OSError: the port is in use, or the address does not resolve.
     """
     family, _, _, _, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    own_loopback = str(found[0]).startswith("127.") or found[0] == "::1"
-    if not (several_hosts and own_loopback):
+    if not several_hosts or address == found[0]:
         try:
             return socket.create_server((str(found[0]), port), family=family)
         except OSError as error:
@@ -117,7 +117,12 @@ def make_error_file() -> Path:
 
     It is in memory and has no name but this process's own for it: nothing is left of it.
     """
-    file = Path(f"/proc/{os.getpid()}/fd/{os.memfd_create('errors')}")
+    not_executable = 8  # MFD_NOEXEC_SEAL, which hardened kernels insist on and old ones refuse
+    try:
+        number = os.memfd_create("errors", os.MFD_CLOEXEC | not_executable)
+    except OSError:
+        number = os.memfd_create("errors")
+    file = Path(f"/proc/{os.getpid()}/fd/{number}")
     os.environ["RECIPES_ERRORS"] = str(file)
     os.environ["RECIPES_PARENT"] = str(os.getpid())
     os.environ["RECIPES_COMMAND"] = command_line()  # a rank's own is not what the user typed
@@ -249,7 +254,11 @@ def _verdict(failed: list[tuple[Child, int]], silent: dict[int, str], errors: Pa
         return STATUS_FINISHED
     if all(status == STATUS_STOPPED for _, status in failed):
         return STATUS_STOPPED
-    left = sorted(map(json.loads, errors.read_text().splitlines()), key=lambda e: e["time"])
+    left = []
+    for text in errors.read_text().splitlines():
+        with contextlib.suppress(ValueError):  # a rank was killed while it wrote
+            left.append(json.loads(text))
+    left.sort(key=lambda entry: entry["time"])
     first = next((entry for entry in left if not entry["follows"]), None)
     host, spoke = socket.gethostname(), {entry["rank"] for entry in left}
     # A killed rank leaves no word, and its peers then fail because it is gone: it is the cause.
@@ -275,8 +284,8 @@ def _verdict(failed: list[tuple[Child, int]], silent: dict[int, str], errors: Pa
         _say(f"error: rank {child.rank} on {host} exited with status {status}; what it said is "
              "above")  # fmt: skip
         return STATUS_BAD_INPUT if status == STATUS_BAD_INPUT else STATUS_FAILED
-    elif odd := {rank: state for rank, state in silent.items() if state != "waiting" or not left}:
-        rank, state = next(iter(odd.items()))
+    elif silent and (not left or (left[0]["timed_out"] and set(silent.values()) != {"waiting"})):
+        rank, state = max(silent.items(), key=lambda item: item[1] != "waiting")
         _say(f"error: rank {rank} on {host} stopped answering ({state}); the others waited "
              "--timeout-s for it")  # fmt: skip
     else:  # the cause is on another host, or a rank that waits for what does not come
@@ -362,15 +371,15 @@ def report(error: Exception, ranks: Ranks) -> int:
     trace = "" if expected else "".join(traceback.format_exception(error))
     errors = os.environ.get("RECIPES_ERRORS")
     if errors:
-        if not isinstance(error, PeerError):
-            entry = {"rank": ranks.rank, "time": time.monotonic(), "line": line,
-                     "traceback": trace, "status": status,
-                     "follows": not expected and hints.follows(error)}  # fmt: skip
-            try:
-                with Path(errors).open("a") as file:
-                    file.write(json.dumps(entry) + "\n")
-            except OSError:  # the parent is gone
-                _say(f"{line}\n{trace}".rstrip())
+        follows = isinstance(error, PeerError) or (not expected and hints.follows(error))
+        entry = {"rank": ranks.rank, "time": time.monotonic(), "line": line, "traceback": trace,
+                 "status": status, "follows": follows,
+                 "timed_out": follows and hints.timed_out(error)}  # fmt: skip
+        try:
+            with Path(errors).open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+        except OSError:  # the parent is gone
+            _say(f"{line}\n{trace}".rstrip())
     elif isinstance(error, InputError):
         if ranks.rank == 0 if error.agreed else ranks.local_rank == 0:
             _say(line)

@@ -117,7 +117,7 @@ class Loop:
             StopRequested: a signal came; the state is saved.
         """
         run, state, lr = self.run, self.state, self.lr
-        state.loss_sum = state.loss_sum + losses.detach()
+        state.loss_sum = state.loss_sum + losses.detach().double()
         state.batch += 1
         state.step += 1
         self._speed.add(self.stream.global_batch_size)

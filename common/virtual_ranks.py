@@ -17,6 +17,7 @@ Source: Li et al. 2022, "EasyScale" (arXiv 2208.14228), which schedulers use; re
 Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH", section 4.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -32,6 +33,8 @@ from common.errors import InputError
 from common.record import RunOptions
 from common.seeds import seed_torch
 from common.stream import multiples_near
+
+log = logging.getLogger("recipes")
 
 
 def use_virtual_ranks(
@@ -71,6 +74,8 @@ def use_virtual_ranks(
             f"--virtual-ranks {virtual_ranks} does not divide the global batch of "
             f"{global_batch_size}: {sizes} samples would do"
         )
+    if not run.deterministic:
+        log.warning("--virtual-ranks needs --deterministic on a GPU: its kernels decide bits too")
     tree = Tree(virtual_ranks, timedelta(seconds=run.timeout_s))
     ddp.module = _Shards(ddp.module, tree, run.seed, step)
     ddp.broadcast_buffers = False  # every rank comes to the same ones

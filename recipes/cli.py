@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, make_dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from common.errors import STATUS_FINISHED, InputError
 from common.launch import launch, report, run_rank
@@ -230,6 +230,18 @@ def _one_line(box: str) -> str:
         text += f" (perhaps you meant {similar[1]})"
     hint = next((hint for part, hint in _HINTS.items() if part in text), None)
     return f"{text}{f'. {hint}' if hint else ''}. --help lists the options"
+
+
+class Parser(argparse.ArgumentParser):
+    """For commands of few options: bad usage is an InputError."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise.
+
+        Raises:
+            InputError: with argparse's message.
+        """
+        raise InputError(f"{message}. --help lists the options")
 
 
 def _resolve(arguments: Sequence[str]) -> tuple[Ranks, list[str]]:

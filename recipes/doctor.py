@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import resource
 import shutil
 import socket
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -27,10 +29,10 @@ from pathlib import Path
 from typing import Literal
 
 from common import stack
-from common.comparison import fresh_environment
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError, PeerError, TrainingError
 from common.launch import end_with_parent, report
 from common.ranks import Ranks, resolve
+from recipes.cli import Parser
 
 _GIB, _MIB = 2**30, 2**20
 _TRIAL_BYTES = 32 * _MIB
@@ -78,13 +80,21 @@ def devices(where: Where) -> Iterator[Finding]:
     import torch
 
     count, nodes = torch.cuda.device_count(), len(list(Path("/dev").glob("nvidia[0-9]*")))
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if count == 0 and nodes and hidden in (None, *map(str, range(nodes))):
-        yield error("devices", f"{nodes} GPUs under /dev, but torch sees none",
-                    "see what nvidia-smi says, and whether the stack fits the driver")  # fmt: skip
+    visible, in_job = os.environ.get("CUDA_VISIBLE_DEVICES"), "SLURM_JOB_ID" in os.environ
+    granted = {"SLURM_STEP_GPUS", "SLURM_JOB_GPUS"} & set(os.environ)
+    hidden = visible is not None and not re.match("[0-9]|GPU-|MIG-", visible)
+    fix = "see what nvidia-smi says, and whether the stack fits the driver (below)"
+    if count == 0 and granted:
+        yield error("devices", "Slurm gave this job GPUs, but torch sees none", fix)
+    elif count == 0 and nodes and not hidden and not in_job:
+        yield error("devices", f"{nodes} GPUs under /dev, but torch sees none", fix)
     elif count == 0:
-        why = f" (CUDA_VISIBLE_DEVICES={hidden!r} hides {nodes})" if nodes else ""
+        why = f" of {nodes} (CUDA_VISIBLE_DEVICES, or Slurm gave none)" if nodes else ""
         yield ok("devices", f"no GPU{why}: recipes train on the CPU")
+    if where.ranks.launcher != "none" and count:
+        # Looking closer would take memory on every GPU, and some may belong to one process only.
+        yield ok("devices", f"{count} GPUs")
+        return
     for number in range(count):
         free, total = torch.cuda.mem_get_info(number)
         name = torch.cuda.get_device_name(number)
@@ -111,11 +121,15 @@ def devices(where: Where) -> Iterator[Finding]:
 def software(where: Where) -> Iterator[Finding]:
     """Versions against the table of stacks, and the driver against torch."""
     given, table = os.environ.get("RECIPES_STACK"), stack.stacks()
+    stops = error if given or "LD_PRELOAD" in os.environ else warning  # an image refuses to run
     torch_here = version("torch").split("+")[0]
     name = given or next((n for n, parts in table.items() if parts["torch"] == torch_here), None)
     try:
         if name:
             stack.check_environment(name)  # before torch is imported, which it may break
+    except InputError as refused:
+        yield stops("software", str(refused), "unset it")
+    try:
         stack.check_driver()
     except InputError as refused:
         yield error("software", str(refused))
@@ -125,7 +139,7 @@ def software(where: Where) -> Iterator[Finding]:
         yield warning("software", f"of no stack of this project: {words}",
                       "results may differ from those of the locked versions")  # fmt: skip
     elif wrong := stack.differences(name, found) + stack.strangers():
-        yield error("software", "; ".join(wrong), "take out what was added to the environment "
+        yield stops("software", "; ".join(wrong), "take out what was added to the environment "
                     "(LD_PRELOAD, LD_LIBRARY_PATH, pip), or make it anew")  # fmt: skip
     else:
         yield ok("software", f"stack {name}: {words}")
@@ -136,12 +150,14 @@ def network(where: Where) -> Iterator[Finding]:
     from common.group import interface_towards
 
     names = [name for _, name in socket.if_nameindex()]
-    address = os.environ.get("MASTER_ADDR") or "192.0.2.1"  # an address that no host has
-    towards = interface_towards(address)
+    towards = interface_towards(where.ranks.master_addr) if where.ranks.several_hosts else None
+    if towards in (None, "lo"):  # no job of several hosts, or this is rank 0's host
+        towards = interface_towards("192.0.2.1")  # an address that no host has
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         wanted = os.environ.get(variable, "")
         exact = variable.startswith("GLOO") or wanted.startswith("=")
-        for name in filter(None, wanted.lstrip("^=").split(",")):
+        names_it = not wanted.startswith("^")  # else it names what is not to be taken
+        for name in filter(None, wanted.lstrip("=").split(",")) if names_it else ():
             if not any(n == name if exact else n.startswith(name) for n in names):
                 yield error("network", f"{variable} names {name}, which this host lacks",
                             f"take one of {', '.join(names)}")  # fmt: skip
@@ -214,9 +230,9 @@ def cores(where: Where) -> Iterator[Finding]:
     """CPU cores this process may use against the ranks that would share them."""
     import torch
 
-    usable, ranks = len(os.sched_getaffinity(0)), where.ranks
-    ranks_here = where.nproc if ranks.launcher == "none" else ranks.local_world_size
-    ranks_here = ranks_here or torch.cuda.device_count() or 2
+    usable, ranks_here = len(os.sched_getaffinity(0)), 1  # a job's rank has cores of its own
+    if where.ranks.launcher == "none":
+        ranks_here = where.nproc or torch.cuda.device_count() or 2
     found = f"{usable} of {os.cpu_count()} cores for {ranks_here} processes of one thread each"
     quota = next((share for share in _cpu_quotas() if share < usable), None)
     if quota is not None:
@@ -231,20 +247,29 @@ def cores(where: Where) -> Iterator[Finding]:
 
 def _cpu_quotas() -> Iterator[float]:
     """What this process's control groups allow [cores]."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
+    for limit in _limits_of_control_groups("cpu.max"):
+        quota, period = limit.split()
+        yield int(quota) / int(period)
+
+
+def _limits_of_control_groups(name: str) -> Iterator[str]:
+    """What the file `name` says in this process's group and those above it (version 2)."""
+    with contextlib.suppress(OSError):
         own = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].strip("/")
         group = Path("/sys/fs/cgroup") / own
         for path in (group, *group.parents):
-            if (path / "cpu.max").is_file():
-                quota, period = (path / "cpu.max").read_text().split()
-                if quota != "max":
-                    yield int(quota) / int(period)
+            if (path / name).is_file():
+                text = (path / name).read_text()
+                if not text.startswith("max"):
+                    yield text
 
 
 def memory(where: Where) -> Iterator[Finding]:
     """Main memory."""
     text = Path("/proc/meminfo").read_text()
     free = int(text.split("MemAvailable:")[1].split()[0]) * 1024
+    for limit in _limits_of_control_groups("memory.max"):
+        free = min(free, int(limit.split()[0]))
     if free < 2 * _GIB:
         yield warning("memory", f"{free / _GIB:.1f} GiB available",
                       "a process takes about 0.7 GiB before its data: start fewer")  # fmt: skip
@@ -255,7 +280,8 @@ def memory(where: Where) -> Iterator[Finding]:
 def run_folder(where: Where) -> Iterator[Finding]:
     """Whether snapshots can be written there, how fast, and published by a rename."""
     folder = where.folder
-    new, old = (folder / f".doctor-{os.getpid()}-{name}" for name in ("new", "old"))
+    mine = f"{socket.gethostname()}-{uuid.uuid4().hex}"  # every rank of a job tries at once
+    new, old = (folder / f".doctor-{mine}-{name}" for name in ("new", "old"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         old.write_bytes(b"old")
@@ -295,8 +321,7 @@ def clock(where: Where) -> Iterator[Finding]:
         yield error("clock", f"it is {now}, before this code was written",
                     "set it (chronyc makestep): https and run names need it")  # fmt: skip
         return
-    unsynchronized = 5  # TIME_ERROR, of adjtimex(2)
-    if ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512)) == unsynchronized:
+    if ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512)) not in range(5):  # adjtimex(2)
         yield warning("clock", "no time server keeps it right", "well on one host; on several, run "
                       "chronyd or ntpd, so that logs can be put in order")  # fmt: skip
     else:
@@ -318,7 +343,7 @@ def place(where: Where) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[Where], Iterator[Finding]], ...] = (
-    place, devices, software, network, shared_memory, limits, cores, memory, run_folder, clock,
+    place, software, devices, network, shared_memory, limits, cores, memory, run_folder, clock,
 )  # fmt: skip
 
 
@@ -328,7 +353,8 @@ def examine(where: Where) -> list[Finding]:
     warnings.simplefilter("ignore")  # what torch would warn of is among the findings
     for check in CHECKS:
         try:
-            found += list(check(where))
+            for one in check(where):
+                found.append(one)
         except Exception as failed:  # a doctor that dies of what it finds is of no use
             about = check.__name__.replace("_", " ")
             found.append(error(about, f"cannot be examined: {type(failed).__name__}: {failed}"))
@@ -337,6 +363,8 @@ def examine(where: Where) -> list[Finding]:
 
 def all_reduce(nproc: int | None) -> Finding:
     """check_network over `nproc` processes, or over the ranks of this job."""
+    from common.comparison import fresh_environment
+
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-P", "-m", "recipes", "check_network", "--largest", "8",
                    "--output-dir", folder, *(["--nproc", str(nproc)] if nproc else [])]  # fmt: skip
@@ -378,10 +406,11 @@ def doctor(given: argparse.Namespace) -> int:
     if given.nproc or ranks.launcher != "none":
         findings.append(all_reduce(given.nproc if ranks.launcher == "none" else None))
     worst = STATUS_FAILED if any(one.state == "error" for one in findings) else STATUS_FINISHED
-    if not ranks.is_main:  # of other hosts, what is not well
-        unwell = [one for one in findings if one.state != "ok"] if ranks.local_rank == 0 else []
+    if not ranks.is_main:  # of other hosts what is not well, of other ranks what would stop it
+        least = ("warning", "error") if ranks.local_rank == 0 else ("error",)
+        unwell = [one for one in findings if one.state in least]
         if unwell:
-            print(show(unwell, f"{socket.gethostname()}: "), flush=True)
+            print(show(unwell, f"rank {ranks.rank} on {socket.gethostname()}: "), file=sys.stderr)
     elif given.json:
         print(json.dumps([asdict(one) for one in findings], indent=2))
     else:
@@ -391,7 +420,7 @@ def doctor(given: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Run from a command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m recipes doctor",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

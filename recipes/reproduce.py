@@ -32,6 +32,7 @@ from common.launch import end_with_parent, report
 from common.manifest import describe_machine
 from common.ranks import Ranks
 from common.record import FREE, result_folder, write_json
+from recipes.cli import Parser
 
 # What is not the same run's affair, and what decides a number although a resume may change it.
 _OPTIONS_APART = FREE - {"global_batch_size"}
@@ -250,7 +251,7 @@ def reproduce(given: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Run from a command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m recipes reproduce",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

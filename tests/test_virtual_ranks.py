@@ -120,6 +120,31 @@ def test_no_gradient_is_lost_or_counted_twice(pool: Pool, tmp_path: Path) -> Non
     assert runs[2].losses == pytest.approx(runs[0].losses, rel=1e-9), "GroupNorm sees one sample"
 
 
+def test_the_same_bits_with_frozen_layers(pool: Pool, tmp_path: Path) -> None:
+    runs = [
+        training(
+            pool, world_size, tmp_path / str(world_size), parallel={"virtual_ranks": 4},
+            model={"norm": "batch", "freeze_layers": True}, optimizer={"max_steps": 6},
+            run={"log_every": 1},
+        )
+        for world_size in (1, 2)
+    ]  # fmt: skip
+    assert_same_bits(runs[1], runs[0])
+
+
+@pytest.mark.slow
+def test_three_levels_of_the_tree(tmp_path: Path, pool: Pool) -> None:
+    """Eight processes: a bucket's messages travel while the next buckets' do."""
+    options = {**TRICKY, "parallel": {"virtual_ranks": 8}, "optimizer": {"max_steps": 6}}
+    one = training(pool, 1, tmp_path / "1", **options)
+    eight_ranks = Pool(8)
+    try:
+        eight = training(eight_ranks, 8, tmp_path / "8", **options)
+    finally:
+        eight_ranks.close()
+    assert_same_bits(eight, one)
+
+
 @pytest.mark.parametrize(
     ("world_size", "shards", "batch", "says"),
     [

@@ -133,8 +133,8 @@ def play(world_size: int, folder: Path, dice: random.Random, usual_s: float) -> 
         codes = [process.exitcode for process in processes]
         if not any(codes):
             return interruptions
-        if not how:
-            raise RuntimeError(f"{folder}: ended with {codes}, without an interruption")
+        if not how or not {0, 1, 75, -signal.SIGKILL}.issuperset(codes):
+            raise RuntimeError(f"{folder}: ended with {codes}, after {how or 'no interruption'}")
 
 
 def soak(rounds: int, seed: int, folder: Path) -> dict[str, Any]:

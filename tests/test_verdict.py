@@ -1,0 +1,68 @@
+"""Which of several failures is shown, and where rank 0's store listens."""
+
+import json
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common import hints
+from common.launch import Child, _verdict, bind
+
+GONE = RuntimeError("Read error [127.0.0.1]:60649: Connection reset by peer")
+LATE = RuntimeError("Timed out waiting 6000ms for recv operation to complete")
+
+
+def said(rank: int, error: Exception | str, time_s: float = 0.0) -> dict[str, Any]:
+    """What a rank leaves."""
+    known = error if isinstance(error, Exception) else ValueError(error)
+    return {"rank": rank, "time": time_s, "line": f"error: rank {rank}: {error}", "traceback": "",
+            "status": 1, "follows": hints.follows(known),
+            "timed_out": hints.timed_out(known)}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("failed", "silent", "left", "shown"),
+    [
+        ([(0, 1), (1, 1)], {}, [said(0, GONE, 1.0), said(1, "a bug", 2.0)], "rank 1: a bug"),
+        ([(0, 1), (1, -9)], {}, [said(0, GONE)], "was killed by SIGKILL: out of memory"),
+        ([(1, 1), (0, -6)], {}, [said(1, "a bug")], "rank 1: a bug"),
+        ([(0, 1), (1, 7)], {}, [said(0, GONE)], "exited with status 7"),
+        ([(0, 1)], {1: "stopped by a signal"}, [said(0, LATE)], "rank 1 on .* stopped answering"),
+        ([(0, 1)], {1: "computing"}, [said(0, GONE)], r"rank 0: .*reset by peer \(rank 1 here"),
+        ([(0, 1)], {1: "waiting"}, [said(0, LATE)], r"rank 0: Timed out .*\(rank 1 here went on"),
+    ],
+)
+def test_the_failure_that_the_others_follow_from_is_shown(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    failed: list[tuple[int, int]],
+    silent: dict[int, str],
+    left: list[dict[str, Any]],
+    shown: str,
+) -> None:
+    errors = tmp_path / "errors"
+    lines = [*map(json.dumps, left), '{"rank": 3, "li']  # the last one was killed while it wrote
+    errors.write_text("\n".join(lines))
+    children = [(Child(rank, 0, lambda: None), status) for rank, status in failed]
+    assert _verdict(children, silent, errors) == 1
+    first = capsys.readouterr().err.strip().splitlines()[0]
+    assert first.startswith("error: ")
+    assert re.search(shown, first), first
+
+
+def test_a_store_listens_where_it_is_looked_for() -> None:
+    def where(address: str, *, several_hosts: bool) -> str:
+        with bind(address, 0, several_hosts=several_hosts) as store:
+            return str(store.getsockname()[0])
+
+    assert where("127.0.0.1", several_hosts=False) == "127.0.0.1"
+    assert where("127.0.0.1", several_hosts=True) == "127.0.0.1"
+    assert where("localhost", several_hosts=False) in ("127.0.0.1", "::1")
+    everywhere = ("::", "0.0.0.0")
+    assert where("localhost", several_hosts=True) in everywhere, "a name, of which each host may"
+    assert where("192.0.2.1", several_hosts=True) in everywhere, "translated on the way"
+    with pytest.raises(socket.gaierror):
+        where("no-such-host.invalid", several_hosts=False)
