@@ -1,6 +1,7 @@
 """Laws of data-parallel training, on real ranks that talk over gloo."""
 
 import copy
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,16 @@ def run_training(ranks: Ranks, folder: Path, options: dict[str, dict[str, Any]])
 def training(pool: Pool, world_size: int, folder: Path, **options: dict[str, Any]) -> Result:
     pool.run(run_training, world_size, folder, options)
     return Result(0, "", "", folder)
+
+
+def test_a_run_without_deterministic_kernels_says_so(pool: Pool, tmp_path: Path) -> None:
+    for given in (True, False):
+        run = training(
+            pool, 1, tmp_path / str(given), run={"deterministic": given}, optimizer={"max_steps": 1}
+        )
+        assert run.summary.get("deterministic", True) is given
+        manifest = json.loads((run.folder / "manifest.json").read_text())
+        assert manifest["determinism"]["deterministic_algorithms"] is given
 
 
 def test_one_two_and_three_ranks_train_alike(pool: Pool, tmp_path: Path) -> None:
