@@ -166,11 +166,16 @@ def process_group(
     _leave()
 
 
+def keep_until_exit(group: dist.ProcessGroup | None) -> None:
+    """Stay an owner of `group`: see `_leave`."""
+    _left.append(group)
+
+
 def _leave() -> None:
     # Up to torch 2.11 the last owner of a gloo group waits for the group's thread while it holds
     # Python's lock, and that thread may want the lock to drop what the last collective left: a
     # deadlock at the end of one run in some twenty. An owner that stays until exit avoids it.
-    _left.append(dist.group.WORLD)
+    keep_until_exit(dist.group.WORLD)
     dist.destroy_process_group()
 
 

@@ -370,8 +370,12 @@ def report(error: Exception, ranks: Ranks) -> int:
     line = f"error: {'' if status == STATUS_BAD_INPUT else where}{message}"
     trace = "" if expected else "".join(traceback.format_exception(error))
     errors = os.environ.get("RECIPES_ERRORS")
+    follows = isinstance(error, PeerError) or (not expected and hints.follows(error))
+    if "TORCHELASTIC_ERROR_FILE" in os.environ and not follows:  # torchrun shows the first one
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
     if errors:
-        follows = isinstance(error, PeerError) or (not expected and hints.follows(error))
         entry = {"rank": ranks.rank, "time": time.monotonic(), "line": line, "traceback": trace,
                  "status": status, "follows": follows,
                  "timed_out": follows and hints.timed_out(error)}  # fmt: skip

@@ -30,6 +30,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import InputError
+from common.group import keep_until_exit
 from common.record import RunOptions
 from common.seeds import seed_torch
 from common.stream import multiples_near
@@ -97,6 +98,7 @@ class Tree:
             mine, _ = dist.new_subgroups_by_enumeration(pairs, timeout=timeout)
             assert isinstance(mine, dist.ProcessGroup)
             self._partners.append(mine)
+            keep_until_exit(mine)
             distance *= 2
 
     def add_own(self, terms: Sequence[Tensor]) -> Tensor:

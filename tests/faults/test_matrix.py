@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -402,3 +403,16 @@ def test_an_address_that_cannot_work(scene: Scene, rows: list[dict[str, Any]], f
         assert "'no-such-host.invalid' does not resolve" in first
     rows.append({"fault": fault, "recipe": "ddp_launch", "seconds": elapsed_s, "status": 2,
                  "resumed_from": 0, "first_line": first.replace(port, "PORT")})  # fmt: skip
+
+
+def test_torchrun_shows_the_first_failure(scene: Scene) -> None:
+    process = scene.recipe.start(
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+        "--master-port", "29513", "-m", "recipes.ddp_launch.train", *OPTIONS,
+        "--output-dir", scene.folder,
+        env={**scene.env, "FAULT": "raises", "FAULT_STEP": str(AT)},
+    )  # fmt: skip
+    result = scene.recipe.finish(process, scene.folder, 60)
+    assert result.status == 1
+    _, root_cause = result.stderr.split("Root Cause (first observed failure):")
+    assert re.search(r"rank +: 1 .*RuntimeError: a bug of this test", root_cause, re.DOTALL)
