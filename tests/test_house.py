@@ -10,6 +10,7 @@ import pytest
 
 from recipes import bench
 from tests.conftest import ROOT, need
+from tests.faults import matrix
 
 FILES = subprocess.run(
     ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"],
@@ -120,3 +121,9 @@ def test_the_readme_lists_every_recipe_and_make_target() -> None:
         assert (path.parent / "README.md").exists()
     for target in re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE):
         assert f"make {target}" in readme, target
+
+
+def test_the_faults_table_is_what_was_seen() -> None:
+    found = json.loads(matrix.RESULT.read_text())["rows"]
+    between = (ROOT / "README.md").read_text().split(matrix.BEGIN)[1].split(matrix.END)[0]
+    assert between.strip() == matrix.table(found)
