@@ -247,14 +247,14 @@ def hosts() -> Iterator[Hosts]:
         yield Hosts(names)
 
 
-def start_on_both(scene: Scene, hosts: Hosts, **env: str) -> list[Any]:
+def start_on_both(scene: Scene, hosts: Hosts, timeout_s: int = TIMEOUT_S, **env: str) -> list[Any]:
     """ddp_launch, a process a host."""
     return [
         scene.recipe.start(
             *hosts.run(node, *scene.recipe.command(
                 "ddp_launch", "--nproc", "1", "--nnodes", "2", "--node-rank", str(node),
                 "--master-addr", ADDRESSES[0], "--master-port", "29500", *OPTIONS,
-                "--timeout-s", str(TIMEOUT_S),
+                "--timeout-s", str(timeout_s),
             )),
             env={**scene.env, "STEP_S": "0.3", **env},
         )
@@ -266,7 +266,8 @@ def start_on_both(scene: Scene, hosts: Hosts, **env: str) -> list[Any]:
 def test_the_network(
     scene: Scene, hosts: Hosts, wholes: dict[str, Result], rows: list[dict[str, Any]], fault: str
 ) -> None:
-    processes = start_on_both(scene, hosts)
+    # TCP asks again at growing intervals: 3 s without a cable may take 7.
+    processes = start_on_both(scene, hosts, 30 if fault == "cut for 3 s" else TIMEOUT_S)
     wait_for(lambda: list(scene.folder.glob("snapshots/step_*4.*.pt")))
     start_s = time.monotonic()
     if fault == "rank 0's host gone":
