@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 from common import image_folder
 from common.errors import InputError
 from common.group import agreed
-from common.loader_tuning import SHARED_MEMORY_HINT, choose_num_workers, most_workers
+from common.hints import SHARED_MEMORY_HINT
+from common.loader_tuning import choose_num_workers, most_workers
 from common.ranks import Ranks
 from common.seeds import mix
 from common.stream import EVAL_BATCH_SIZE, GlobalBatches, Samples, fixed_batches, make_loader

@@ -47,8 +47,7 @@ def choose_device(device: str, ranks: Ranks, visible_gpus: int | None = None) ->
     check_driver()
     gpus = torch.cuda.device_count() if visible_gpus is None else visible_gpus
     if gpus == 0:
-        granted = {"SLURM_STEP_GPUS", "SLURM_JOB_GPUS"} & set(os.environ)
-        if device == "auto" and granted:
+        if device == "auto" and slurm_gave_gpus():
             raise InputError("Slurm gave this job GPUs, but torch sees none: check the driver "
                              "(srun nvidia-smi) and that the environment is of a CUDA stack that "
                              "it knows, or give --device cpu to train without")  # fmt: skip
@@ -65,6 +64,11 @@ def choose_device(device: str, ranks: Ranks, visible_gpus: int | None = None) ->
             "hosts)"
         )
     return torch.device("cuda", ranks.local_rank)
+
+
+def slurm_gave_gpus() -> bool:
+    """Whether this process is in a Slurm job or step with GPUs."""
+    return not {"SLURM_STEP_GPUS", "SLURM_JOB_GPUS"}.isdisjoint(os.environ)
 
 
 def choose_devices(
@@ -212,18 +216,15 @@ def _connect(ranks: Ranks, timeout_s: float) -> dist.Store:
         # torchrun's agent keeps its store when it restarts the ranks (static rendezvous), and
         # env:// would then meet the addresses of the dead.
         return dist.PrefixStore(f"session_{ranks.session}", store)
-    except (RuntimeError, OSError) as error:
-        if isinstance(error, OSError):
-            host = socket.gethostname()
-            taken = f"port {port} on {host} cannot be taken ({error.strerror}): "
-            if "MASTER_PORT" not in os.environ:  # nobody chose it; a restarted job has another
-                raise TrainingError(
-                    f"{taken}start again, or set MASTER_PORT to a free one"
-                ) from error
-            raise InputError(
-                f"{taken}give another MASTER_PORT (or --master-port), or none to have a free one "
-                "chosen"
-            ) from error
+    except OSError as error:
+        host = socket.gethostname()
+        taken = f"port {port} on {host} cannot be taken ({error.strerror}): "
+        if "MASTER_PORT" not in os.environ:  # nobody chose it; a restarted job has another
+            raise TrainingError(f"{taken}start again, or set MASTER_PORT to a free one") from error
+        raise InputError(
+            f"{taken}give another MASTER_PORT (or --master-port), or none to have a free one chosen"
+        ) from error
+    except RuntimeError as error:
         raise _not_met(ranks, timeout_s) from error
     finally:
         watchdog.cancel()

@@ -2,10 +2,12 @@
 
 import re
 
+SHARED_MEMORY_HINT = "in a container give --shm-size=8g or --ipc=host"
+
 _TIMED_OUT = r"Timed out waiting \d+ms|Watchdog caught collective operation timeout"
 
 # What a rank says when another one is gone or silent: that one's own message is the cause.
-_FOLLOWS = re.compile(
+_FOLLOWS = (
     r"Connection (closed|reset) by peer|Connection refused|Broken pipe|Application timeout caused "
     rf"pair closure|{_TIMED_OUT}|NCCL communicator was aborted|"
     r"remote process exited or there was a network error"
@@ -14,15 +16,15 @@ _FOLLOWS = re.compile(
 _TABLE = {
     r"DataLoader worker .*(exited unexpectedly|Bus error|is killed by signal)|unable to (mmap|open)"
     r" shared memory|^(ConnectionResetError|ConnectionRefusedError|EOFError)": (
-        "a loading process died: out of memory, or /dev/shm is too small (in a container give "
-        "--shm-size=8g or --ipc=host); --num-workers 0 shows its own error"
+        f"a loading process died: out of memory, or /dev/shm is too small ({SHARED_MEMORY_HINT}); "
+        "--num-workers 0 shows its own error"
     ),
     _TIMED_OUT: (
         "a rank did not answer within --timeout-s: it hangs, is much slower than the others, calls "
         "other collectives than they do (TORCH_DISTRIBUTED_DEBUG=DETAIL names them), or the "
         "network is cut"
     ),
-    _FOLLOWS.pattern: "a rank that this one talked to is gone: look for what it said, on its host",
+    _FOLLOWS: "a rank that this one talked to is gone: look for what it said, on its host",
     r"op\.preamble\.length|Mismatch between collective": (
         "ranks call different collectives, or with other sizes: TORCH_DISTRIBUTED_DEBUG=DETAIL "
         "names them"
@@ -63,7 +65,7 @@ global_batch_size = 0
 
 def follows(error: Exception) -> bool:
     """Whether a failure is what another rank's failure looks like from here: torch's own error."""
-    return isinstance(error, RuntimeError) and bool(_FOLLOWS.search(str(error)))
+    return isinstance(error, RuntimeError) and bool(re.search(_FOLLOWS, str(error)))
 
 
 def timed_out(error: Exception) -> bool:

@@ -28,7 +28,6 @@ log = logging.getLogger("recipes")
 GAIN = 1.05
 """One more loading process must be worth this much: below it is noise."""
 
-SHARED_MEMORY_HINT = "in a container give --shm-size=8g or --ipc=host"
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
 

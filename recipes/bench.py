@@ -12,20 +12,17 @@ figure needs, and `draw(result, path)`.
 import argparse
 import json
 import shlex
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from common.comparison import run_fresh
 from common.errors import STATUS_FINISHED, InputError
-from common.launch import report
 from common.manifest import describe_machine
-from common.ranks import Ranks
 from common.record import result_folder, write_json
 from recipes import cli
 
@@ -166,24 +163,13 @@ def put_between(text: str, begin: str, end: str, content: str) -> str:
     return f"{before}{begin}\n{content}\n{end}{after}" if found else text
 
 
-def attempt(body: Callable[[], None]) -> int:
-    """Run `body`; the exit status. A signal ends it at once: there is no state to save."""
-    try:
-        body()
-        return STATUS_FINISHED
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except Exception as error:  # the outermost frame: every failure becomes a status
-        return report(error, Ranks())
-
-
 def main() -> int:
     """Run from a command line; returns the exit status."""
     name, *arguments = sys.argv[1:] or [""]
     if name in ("-h", "--help"):
         print(__doc__)
         return STATUS_FINISHED
-    return attempt(lambda: renew(name, arguments))
+    return cli.attempt(lambda: renew(name, arguments))
 
 
 if __name__ == "__main__":

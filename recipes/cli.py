@@ -5,6 +5,7 @@ import contextlib
 import io
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, make_dataclass
@@ -186,7 +187,17 @@ def _refuse_other_than(wanted: int, name: str, options: LaunchOptions, ranks: Ra
 def _compare(name: str, arguments: Sequence[str]) -> int:
     from recipes import bench
 
-    return bench.attempt(lambda: bench.run(name, arguments))
+    return attempt(lambda: bench.run(name, arguments))
+
+
+def attempt(body: Callable[[], int | None]) -> int:
+    """Run `body`; the exit status. A signal ends it at once: there is no state to save."""
+    try:
+        return body() or STATUS_FINISHED
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:  # the outermost frame: every failure becomes a status
+        return report(error, Ranks())
 
 
 def parse(name: str, config_class: type[C], arguments: Sequence[str]) -> tuple[LaunchOptions, C]:
@@ -233,7 +244,20 @@ def _one_line(box: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """For commands of few options: bad usage is an InputError."""
+    """For commands of few options: bad usage is an InputError.
+
+    Args:
+        name: of the command.
+        about: what it does, for --help, kept as it is written.
+    """
+
+    def __init__(self, name: str, about: str | None) -> None:
+        super().__init__(
+            prog=f"python -m recipes {name}",
+            description=about,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
 
     def error(self, message: str) -> NoReturn:
         """Raise.

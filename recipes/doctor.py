@@ -29,10 +29,11 @@ from pathlib import Path
 from typing import Literal
 
 from common import stack
-from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError, PeerError, TrainingError
-from common.launch import end_with_parent, report
+from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
+from common.hints import SHARED_MEMORY_HINT
+from common.launch import end_with_parent
 from common.ranks import Ranks, resolve
-from recipes.cli import Parser
+from recipes.cli import Parser, attempt
 
 _GIB, _MIB = 2**30, 2**20
 _TRIAL_BYTES = 32 * _MIB
@@ -79,12 +80,13 @@ def devices(where: Where) -> Iterator[Finding]:
     """GPUs, what is free on them, and whether they reach each other's memory."""
     import torch
 
+    from common.group import slurm_gave_gpus
+
     count, nodes = torch.cuda.device_count(), len(list(Path("/dev").glob("nvidia[0-9]*")))
     visible, in_job = os.environ.get("CUDA_VISIBLE_DEVICES"), "SLURM_JOB_ID" in os.environ
-    granted = {"SLURM_STEP_GPUS", "SLURM_JOB_GPUS"} & set(os.environ)
     hidden = visible is not None and not re.match("[0-9]|GPU-|MIG-", visible)
-    fix = "see what nvidia-smi says, and whether the stack fits the driver (below)"
-    if count == 0 and granted:
+    fix = "see what nvidia-smi says, and whether the stack fits the driver (above)"
+    if count == 0 and slurm_gave_gpus():
         yield error("devices", "Slurm gave this job GPUs, but torch sees none", fix)
     elif count == 0 and nodes and not hidden and not in_job:
         yield error("devices", f"{nodes} GPUs under /dev, but torch sees none", fix)
@@ -192,7 +194,7 @@ def network(where: Where) -> Iterator[Finding]:
 
 def shared_memory(where: Where) -> Iterator[Finding]:
     """Room for what loading processes and NCCL hand over."""
-    path, fix = SHARED_MEMORY, "in a container give --shm-size=8g or --ipc=host"
+    path, fix = SHARED_MEMORY, SHARED_MEMORY_HINT
     try:
         free = shutil.disk_usage(path).free
         with tempfile.TemporaryFile(dir=path):
@@ -316,9 +318,10 @@ def run_folder(where: Where) -> Iterator[Finding]:
 def clock(where: Where) -> Iterator[Finding]:
     """The time of day: logs, run names and certificates go by it."""
     newest = max(path.stat().st_mtime for path in Path(__file__).parents[1].glob("*/*.py"))
-    if time.time() < newest - 86400:
-        now = time.strftime("%Y-%m-%d", time.gmtime(time.time()))
-        yield error("clock", f"it is {now}, before this code was written",
+    now_s = time.time()
+    if now_s < newest - 86400:
+        today = time.strftime("%Y-%m-%d", time.gmtime(now_s))
+        yield error("clock", f"it is {today}, before this code was written",
                     "set it (chronyc makestep): https and run names need it")  # fmt: skip
         return
     if ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512)) not in range(5):  # adjtimex(2)
@@ -420,20 +423,10 @@ def doctor(given: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Run from a command line; returns the exit status."""
-    parser = Parser(
-        prog="python -m recipes doctor",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("doctor", __doc__)
     parser.add_argument("--json", action="store_true", help="a list of findings as JSON")
     parser.add_argument("--nproc", type=int, help="processes: how cores are shared, and a real "
                         "all-reduce over them")  # fmt: skip
     parser.add_argument("--output-dir", type=Path, default=Path("runs"),
                         help="where runs are to be written; default %(default)s")  # fmt: skip
-    try:
-        return doctor(parser.parse_args(list(arguments)))
-    except KeyboardInterrupt:
-        return 130
-    except (InputError, TrainingError, PeerError) as failed:
-        return report(failed, Ranks())
+    return attempt(lambda: doctor(parser.parse_args(list(arguments))))

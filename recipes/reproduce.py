@@ -28,11 +28,10 @@ from typing import Any
 from common.comparison import fresh_environment
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
 from common.figure import save_figure
-from common.launch import end_with_parent, report
+from common.launch import end_with_parent
 from common.manifest import describe_machine
-from common.ranks import Ranks
 from common.record import FREE, result_folder, write_json
-from recipes.cli import Parser
+from recipes.cli import Parser, attempt
 
 # What is not the same run's affair, and what decides a number although a resume may change it.
 _OPTIONS_APART = FREE - {"global_batch_size"}
@@ -251,12 +250,7 @@ def reproduce(given: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Run from a command line; returns the exit status."""
-    parser = Parser(
-        prog="python -m recipes reproduce",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("reproduce", __doc__)
     parser.add_argument("run", type=Path, help="folder of a finished run")
     parser.add_argument("--against", type=Path, metavar="RUN2",
                         help="a finished run to compare with, instead of training")  # fmt: skip
@@ -265,9 +259,4 @@ def main(arguments: Sequence[str]) -> int:
                         help="largest relative difference of a logged loss that counts as equal, "
                              "where the options are the same; default %(default)s")  # fmt: skip
     parser.add_argument("--output-dir", type=Path, help="default: runs/reproduce/UTC-TIME")
-    try:
-        return reproduce(parser.parse_args(list(arguments)))
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:  # the outermost frame: every failure becomes a status
-        return report(error, Ranks())
+    return attempt(lambda: reproduce(parser.parse_args(list(arguments))))

@@ -19,6 +19,9 @@ from tests.pool import Pool
 
 ROOT = Path(__file__).resolve().parents[1]
 
+OTHER_NCCL = "int ncclGetVersion(int *version) { *version = 21803; return 0; }"
+OLD_DRIVER = "int cuDriverGetVersion(int *version) { *version = 12040; return 0; }"
+
 # Variables of a launcher around the tests would make every recipe think it is a rank.
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "OMPI_", "PMI", "RECIPES_")
 
@@ -172,6 +175,15 @@ def pool() -> Iterator[Pool]:
     ranks = Pool(4)
     yield ranks
     ranks.close()
+
+
+def library(folder: Path, name: str, code: str) -> Path:
+    """A shared library of the test's own, in a folder."""
+    need("gcc")
+    folder.mkdir(exist_ok=True)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-", f"-Wl,-soname,{name}",
+                    "-o", folder / name], input=code, text=True, check=True)  # fmt: skip
+    return folder
 
 
 @contextmanager

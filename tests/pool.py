@@ -16,7 +16,7 @@ from common.group import process_group
 from common.launch import listen
 from common.ranks import Ranks
 
-PATIENCE_S = 240
+PATIENCE_S = 120
 
 
 class Pool:

@@ -2,7 +2,6 @@
 
 import re
 import socket
-import sys
 import time
 from pathlib import Path
 
@@ -167,8 +166,7 @@ def test_a_port_in_use_is_an_error_at_once_where_it_was_given(recipe: Recipe) ->
 
 
 def test_unknown_recipes_and_nproc_where_there_are_ranks(recipe: Recipe) -> None:
-    process = recipe.start(sys.executable, "-m", "recipes", "ddp_lunch")
-    result = recipe.finish(process, recipe.tmp_path)
+    result = recipe.module("ddp_lunch")
     assert (result.status, result.errors) == (
         2, ["error: no recipe 'ddp_lunch': did you mean ddp_launch?"],
     )  # fmt: skip

@@ -199,13 +199,6 @@ def ranks_of(parent: int) -> dict[int, int]:
     return found
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.mark.parametrize(
     ("name", "number"),
     [("ddp_launch", "SIGTERM"), ("ddp_launch", "SIGUSR1"), ("ddp_spawn", "SIGUSR2")],
@@ -276,16 +269,14 @@ def test_nobody_else_may_write_into_a_run(recipe: Recipe) -> None:
 
 
 def test_front_door_lists_the_recipes(recipe: Recipe) -> None:
-    process = recipe.start(sys.executable, "-m", "recipes")
-    result = recipe.finish(process, recipe.tmp_path)
+    result = recipe.module()
     assert result.status == 0
     for name in ("ddp_launch", "ddp_spawn"):
         assert re.search(rf"^  {name} +DistributedDataParallel", result.stdout, re.MULTILINE)
 
 
 def test_help_lists_grouped_options_with_defaults_and_units(recipe: Recipe) -> None:
-    process = recipe.start(sys.executable, "-m", "recipes", "ddp_launch", "--help")
-    result = recipe.finish(process, recipe.tmp_path)
+    result = recipe.module("ddp_launch", "--help")
     assert result.status == 0
     text = " ".join(re.sub("[│─╭╮╰╯]", " ", result.stdout).split())
     for part in ("launch options", "run options", "data options", "model options",

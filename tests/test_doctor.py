@@ -15,7 +15,7 @@ import torch
 from common.ranks import Ranks
 from recipes import doctor
 from recipes.doctor import Finding, Where
-from tests.conftest import Recipe, need, need_root, small_disk
+from tests.conftest import OLD_DRIVER, OTHER_NCCL, Recipe, library, need, need_root, small_disk
 
 
 def run(recipe: Recipe, *words: str, env: dict[str, str] | None = None) -> tuple[int, str]:
@@ -54,22 +54,14 @@ exec "$@"
 """
 
 
-def library(folder: Path, name: str, code: str) -> None:
-    folder.mkdir(exist_ok=True)
-    subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-", f"-Wl,-soname,{name}",
-                    "-o", folder / name], input=code, text=True, check=True)  # fmt: skip
-
-
 def test_a_machine_with_many_faults(recipe: Recipe) -> None:
     """Real ones, in namespaces of the test's own: mounts, limits, host name, libraries."""
     need_root()
-    need("unshare", "gcc")
+    need("unshare")
     other, scratch = recipe.tmp_path / "other", recipe.tmp_path / "scratch"
     scratch.mkdir()
-    library(other, "libnccl.so.2",
-            "int ncclGetVersion(int *version) { *version = 21803; return 0; }")  # fmt: skip
-    library(other, "libcuda.so.1",
-            "int cuDriverGetVersion(int *version) { *version = 12040; return 0; }")  # fmt: skip
+    library(other, "libnccl.so.2", OTHER_NCCL)
+    library(other, "libcuda.so.1", OLD_DRIVER)
     status, said = run(
         recipe, "unshare", "--mount", "--uts", "sh", "-c", _MACHINE.format(tmp=scratch), "sh",
         env={"LD_LIBRARY_PATH": str(other), "GLOO_SOCKET_IFNAME": "eth77",

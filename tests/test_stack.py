@@ -1,7 +1,6 @@
 """The table of stacks is what the locks pin, what the pages say and what torch loads."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from common import loader_tuning, stack
 from common.errors import InputError
 from common.stream import Samples
-from tests.conftest import ROOT, Recipe, need
+from tests.conftest import ROOT, Recipe, library
 
 TABLE = stack.stacks()
 
@@ -56,12 +55,10 @@ def test_the_running_versions_are_those_of_the_environment() -> None:
 
 
 def test_a_driver_is_judged_by_its_major_version(tmp_path: Path) -> None:
-    need("gcc")
     for newest, needed in ((12040, "13.2"), (11080, "12.8"), (13000, "13.2"), (13000, "12.8")):
-        driver = tmp_path / f"libcuda_{newest}.so"
+        name = f"libcuda_{newest}.so"
         code = f"int cuDriverGetVersion(int *version) {{ *version = {newest}; return 0; }}"
-        subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-", "-o", driver],
-                       input=code, text=True, check=True)  # fmt: skip
+        driver = library(tmp_path, name, code) / name
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.version, "cuda", needed)
             if newest // 1000 >= int(needed.split(".")[0]):

@@ -32,8 +32,8 @@ import torch
 from common.data import DataOptions, load_data
 from common.figure import save_figure
 from common.group import choose_device, process_group
+from common.hints import SHARED_MEMORY_HINT
 from common.loader_tuning import (
-    SHARED_MEMORY_HINT,
     counts,
     done,
     most_workers,

@@ -6,8 +6,8 @@ from typing import Any
 
 from common.manifest import describe_machine
 from common.record import write_json
+from recipes.bench import ROOT, put_between
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULT = Path(__file__).parent / "results" / "matrix.json"
 BEGIN, END = "<!-- faults: written by make faults -->", "<!-- end of faults -->"
 
@@ -36,9 +36,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Renew the README's table from the result."""
     readme = ROOT / "README.md"
-    before, rest = readme.read_text().split(BEGIN)
     rows = json.loads(RESULT.read_text())["rows"]
-    readme.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{rest.split(END)[1]}")
+    readme.write_text(put_between(readme.read_text(), BEGIN, END, table(rows)))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ pytestmark = pytest.mark.slow
 
 INJECT = Path(__file__).parent / "inject"
 TIMEOUT_S = 8
-LIMIT_S = {"network": 60.0}
 OPTIONS = ("--epochs", "1", "--snapshot-every", "4", "--log-every", "1")
 RECIPES = {
     "ddp_launch": (),

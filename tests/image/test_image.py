@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, Result, make_run, need, wait_for
+from tests.conftest import (
+    OLD_DRIVER,
+    OTHER_NCCL,
+    ROOT,
+    Result,
+    library,
+    make_run,
+    need,
+    wait_for,
+)
 from tests.image.conftest import IMAGE
 from tests.image.engine import CALLER as UID
 from tests.image.engine import Engine
@@ -25,8 +34,6 @@ HARDENED = ("--user", f"{UID}:{UID}", "--cap-drop", "ALL", "--security-opt", "no
             "--read-only", "--tmpfs", "/tmp")  # fmt: skip
 
 # Other NCCLs and drivers, as far as they are asked: what a user's environment may bring.
-_NCCL = "int ncclGetVersion(int *version) { *version = 21803; return 0; }"
-_DRIVER = "int cuDriverGetVersion(int *version) { *version = 12040; return 0; }"
 
 # Python reads this before anything else: steps that leave time for `docker stop`.
 _SLOW = """\
@@ -194,18 +201,9 @@ def test_small_shared_memory(engine: Engine, image: str, runs: Path) -> None:
     run(engine, *small, most, folder=runs, docker=user).assert_ok()
 
 
-def library(folder: Path, name: str, code: str) -> Path:
-    """A shared library of the test's own."""
-    need("gcc")
-    folder.mkdir()
-    subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-", f"-Wl,-soname,{name}",
-                    "-o", folder / name], input=code, text=True, check=True)  # fmt: skip
-    return folder
-
-
 @pytest.mark.parametrize("variable", ["LD_LIBRARY_PATH", "LD_PRELOAD"])
 def test_another_nccl_is_refused(engine: Engine, image: str, tmp_path: Path, variable: str) -> None:
-    fake = library(tmp_path / "fake", "libnccl.so.2", _NCCL)
+    fake = library(tmp_path / "fake", "libnccl.so.2", OTHER_NCCL)
     value = "/fake/libnccl.so.2" if variable == "LD_PRELOAD" else "/elsewhere:/fake"
     done = run(engine, "ddp_launch",
                docker=("--volume", f"{fake}:/fake:ro", "--env", f"{variable}={value}"))  # fmt: skip
@@ -241,7 +239,7 @@ def test_another_stack_is_refused(engine: Engine, image: str) -> None:
 
 
 def test_an_old_driver_is_refused(engine: Engine, image: str, tmp_path: Path) -> None:
-    fake = library(tmp_path / "fake", "libcuda.so.1", _DRIVER)
+    fake = library(tmp_path / "fake", "libcuda.so.1", OLD_DRIVER)
     docker = ("--volume", f"{fake}:/fake:ro", "--env", "LD_LIBRARY_PATH=/fake")
     done = run(engine, "ddp_launch", "--nproc", "2", docker=docker)
     assert done.status == 2
