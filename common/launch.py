@@ -40,6 +40,7 @@ from common.errors import (
 from common.ranks import Ranks
 
 ROOT = str(Path(__file__).resolve().parents[1])
+_LIBC = ctypes.CDLL(None)  # looked up now: in a forked child the loader's lock may be held
 GRACE_S = 10.0
 """How long the other ranks may take to end by themselves after the first failure."""
 
@@ -336,6 +337,7 @@ def run_rank(body: Callable[[], Any], ranks: Ranks) -> int:
     failure and not the ones that follow from it.
     """
     die_with_parent()
+    os.register_at_fork(before=_remember_parent, after_in_child=_end_with_rank)
     stop_at_once()
     os.umask(os.umask(0o077) | stat.S_IWOTH)  # what a run leaves is not for everybody to change
     try:
@@ -410,7 +412,23 @@ def _own_message(error: Exception) -> str:
 def end_with_parent() -> None:
     """Have the kernel kill this process when the one that started it ends."""
     pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    _LIBC.prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+_parent = 0
+
+
+def _remember_parent() -> None:
+    global _parent
+    _parent = os.getpid()
+
+
+def _end_with_rank() -> None:
+    # torch's loading processes look every 5 s whether their parent has changed since they began to
+    # work: one whose rank is killed before that, or that is stuck, would stay for ever.
+    end_with_parent()
+    if os.getppid() != _parent:
+        os._exit(STATUS_FAILED)
 
 
 def die_with_parent() -> None:

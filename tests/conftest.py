@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,29 @@ class Result:
         return self
 
 
+def of_session(leader: int) -> Iterator[str]:
+    """What is left of a command's session, and what each process does in the kernel."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, parent, _group, session = (
+                (folder / "stat").read_text().rsplit(")", 1)[1].split()[:4]
+            )
+            if int(session) == leader:
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                waits_in = (folder / "wchan").read_text()
+                yield f"{folder.name} (parent {parent}) {state} {waits_in} {command}"
+
+
+def end(process: "subprocess.Popen[str]") -> tuple[str, str]:
+    """Kill what is left of a command's session, which may have outlived it; what it said.
+
+    pytest-timeout does not watch over what follows a failure: nothing here may wait for ever.
+    """
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.communicate(timeout=10)
+
+
 @dataclass
 class Recipe:
     """Starts commands; what is still running at a test's end is killed by its own id."""
@@ -120,7 +143,12 @@ class Recipe:
     ) -> Result:
         """Wait for a command."""
         start_s = time.monotonic()
-        stdout, stderr = process.communicate(timeout=timeout_s)
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            left = "\n".join(of_session(process.pid))
+            stdout, stderr = end(process)
+            pytest.fail(f"not ended after {timeout_s} s:\n{left}\n{stdout}\n{stderr}")
         self.running.remove(process)
         return Result(process.returncode, stdout, stderr, folder, time.monotonic() - start_s)
 
@@ -142,9 +170,7 @@ class Recipe:
 
     def stop(self) -> None:
         for process in self.running:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            end(process)
         self.running.clear()
 
 

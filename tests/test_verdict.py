@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from common import hints
 from common.launch import Child, _verdict, bind
+from tests.conftest import Recipe, wait_for
 
 GONE = RuntimeError("Read error [127.0.0.1]:60649: Connection reset by peer")
 LATE = RuntimeError("Timed out waiting 6000ms for recv operation to complete")
@@ -66,3 +68,38 @@ def test_a_store_listens_where_it_is_looked_for() -> None:
     assert where("192.0.2.1", several_hosts=True) in everywhere, "translated on the way"
     with pytest.raises(socket.gaierror):
         where("no-such-host.invalid", several_hosts=False)
+
+
+RANK_WITH_A_STUCK_CHILD = """
+import multiprocessing, signal, sys, threading
+from common.launch import run_rank
+from common.ranks import Ranks
+
+def stuck():
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    threading.Event().wait()
+
+def body():
+    child = multiprocessing.get_context("fork").Process(target=stuck)
+    child.start()
+    print(child.pid, flush=True)
+    threading.Event().wait()
+
+run_rank(body, Ranks())
+"""
+
+
+def test_what_a_rank_forked_ends_with_it(recipe: Recipe) -> None:
+    process = recipe.start(sys.executable, "-c", RANK_WITH_A_STUCK_CHILD)
+    assert process.stdout
+    child = Path("/proc") / process.stdout.readline().strip() / "stat"
+    process.kill()  # it can do nothing about its child any more
+    process.wait()
+
+    def gone() -> bool:
+        try:
+            return child.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+        except OSError:
+            return True
+
+    wait_for(gone, 10)
