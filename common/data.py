@@ -5,7 +5,8 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -13,13 +14,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from common import image_folder
 from common.errors import InputError
 from common.group import agreed
 from common.hints import SHARED_MEMORY_HINT
 from common.loader_tuning import choose_num_workers, most_workers
+from common.prefetch import DeviceBatches
 from common.ranks import Ranks
 from common.seeds import mix
 from common.stream import EVAL_BATCH_SIZE, GlobalBatches, Samples, fixed_batches, make_loader
@@ -75,6 +76,10 @@ class Data:
     """Of an image [px]."""
     fingerprint: str
     """SHA-256 that changes when the data does (see `load_data`)."""
+    mean: Sequence[float] = (0.0,)
+    """Of each channel of images that are bytes (`common.prefetch`), as 0 to 1."""
+    std: Sequence[float] = (1.0,)
+    """Standard deviation, likewise."""
 
 
 def load_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
@@ -114,9 +119,12 @@ def make_loaders(
     seed: int,
     ranks: Ranks,
     device: torch.device,
+    dtype: torch.dtype,
     folder: Path,
-) -> tuple[GlobalBatches, DataLoader[Any], DataLoader[Any]]:
-    """This rank's batches of the training data, their loader, and the validation data's loader.
+) -> tuple[GlobalBatches, DeviceBatches, DeviceBatches]:
+    """This rank's share of the training data, its batches, and those of the validation data.
+
+    The batches come on `device`, the images as `dtype`.
 
     Calls collectives where `--num-workers auto` measures; `folder` is the run's, for its answer.
 
@@ -147,7 +155,11 @@ def make_loaders(
     loader = make_loader(
         data.train, batches, style=options.loader, num_workers=workers, pin_memory=pin
     )
-    return batches, loader, make_loader(data.val, held_out, num_workers=workers, pin_memory=pin)
+    val_loader = make_loader(data.val, held_out, num_workers=workers, pin_memory=pin)
+    moved, val_moved = (
+        DeviceBatches(part, device, dtype, data.mean, data.std) for part in (loader, val_loader)
+    )
+    return batches, moved, val_moved
 
 
 def _open(options: DataOptions, seed: int, ranks: Ranks) -> Data:
@@ -261,39 +273,33 @@ def _torchvision(options: DataOptions, seed: int) -> Data:
     size, grey = options.image_size, options.data == "fashion_mnist"
     resize = [v2.Resize((size, size))] if size else []
     side = size or (28 if grey else 32)
-    to_tensor = _to_tensor((0.286,), (0.353,)) if grey else _to_tensor()
+    mean, std = ((0.286,), (0.353,)) if grey else (IMAGENET_MEAN, IMAGENET_STD)
     augment = [v2.RandomCrop(side, padding=side // 8), v2.RandomHorizontalFlip()]
     digest = hashlib.sha256()
     for part in (train, val):
         digest.update(np.asarray(part.data).tobytes() + np.asarray(part.targets).tobytes())
-    training = Samples(train, range(len(train)), v2.Compose([*resize, *augment, *to_tensor]), seed)
-    validation = Samples(val, range(len(val)), v2.Compose([*resize, *to_tensor]), seed)
+    to_bytes = v2.PILToTensor()
+    training = Samples(train, range(len(train)), v2.Compose([*resize, *augment, to_bytes]), seed)
+    validation = Samples(val, range(len(val)), v2.Compose([*resize, to_bytes]), seed)
+    channels = 1 if grey else 3
     return Data(
-        training, validation, list(train.classes), 1 if grey else 3, side, digest.hexdigest()
+        training, validation, list(train.classes), channels, side, digest.hexdigest(), mean, std
     )
 
 
-def _to_tensor(
-    mean: tuple[float, ...] = IMAGENET_MEAN, std: tuple[float, ...] = IMAGENET_STD
-) -> list[Any]:
-    from torchvision.transforms import v2
-
-    return [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
-
-
 def _image_folder(options: DataOptions, seed: int, ranks: Ranks) -> Data:
-    from torchvision.transforms import v2
-
     assert options.data_path is not None
     names, files, train, val = image_folder.list_images(options.data_path, seed)
     if options.verify_images:
         mine = [path for path, _ in files[ranks.rank :: ranks.world_size]]
         image_folder.verify(mine, show_progress=ranks.is_main)
     listing = [(str(p.relative_to(options.data_path)), p.stat().st_size) for p, _ in files]
+    if ranks.is_main:
+        log.info(f"JPEGs are decoded by {'TorchCodec' if image_folder.fast_jpeg() else 'Pillow'}")
     side = options.image_size or 224
-    to_tensor = _to_tensor()
-    augment = v2.Compose([v2.RandomResizedCrop(side), v2.RandomHorizontalFlip(), *to_tensor])
-    plain = v2.Compose([v2.Resize(side * 256 // 224), v2.CenterCrop(side), *to_tensor])
+    augment = partial(image_folder.random_crop, side=side)
+    plain = partial(image_folder.center_crop, side=side)
     source = image_folder.ImageFiles(files)
     fingerprint = hashlib.sha256(json.dumps(listing).encode()).hexdigest()
-    return _data(source, train, val, augment, plain, seed, names, fingerprint)
+    data = _data(source, train, val, augment, plain, seed, names, fingerprint)
+    return replace(data, mean=IMAGENET_MEAN, std=IMAGENET_STD)

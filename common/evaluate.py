@@ -31,7 +31,6 @@ def evaluate(
     batches: Iterable[tuple[Tensor, Tensor]],
     total: int,
     device: torch.device,
-    dtype: torch.dtype,
     group: dist.ProcessGroup | None = None,
 ) -> Evaluation:
     """Evaluate the unwrapped `model` on batches dealt out by `common.stream.fixed_batches`.
@@ -45,10 +44,9 @@ def evaluate(
     Args:
         model: returns logits (samples, classes); None on a rank that holds a pipeline's earlier
             stage and so has no share in the result.
-        batches: this rank's (images, labels).
+        batches: this rank's (images, labels), as the model takes them.
         total: samples over all ranks, checked.
-        device: where the model is.
-        dtype: of the images.
+        device: of the logits.
         group: the ranks that hold copies of this model, among which the batches were dealt out.
             None: all of them.
     """
@@ -62,10 +60,10 @@ def evaluate(
         module.training = False
     results = torch.zeros(-(-total // EVAL_BATCH_SIZE), 3, dtype=torch.float64, device=device)
     for number, (images, labels) in enumerate(batches):
-        logits = model(images.to(device, dtype, non_blocking=True))
+        logits = model(images)
         if logits is None:
             continue
-        labels = labels.to(device, non_blocking=True)
+        labels = labels.to(device)
         loss = nn.functional.cross_entropy(logits.double(), labels, reduction="sum")
         correct = (logits.argmax(1) == labels).sum()
         results[rank + number * world_size] = torch.stack(

@@ -1,11 +1,15 @@
 """A folder of images, one sub-folder a class: listed, split by class, checked, decoded."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from common.errors import InputError, TrainingError
@@ -61,22 +65,85 @@ def verify(paths: list[Path], *, show_progress: bool) -> None:
 
 
 class ImageFiles:
-    """Decoded RGB images of (path, label) pairs."""
+    """Decoded RGB images of (path, label) pairs, each a uint8 tensor (3, height, width)."""
 
     def __init__(self, files: list[tuple[Path, int]]) -> None:
         self.files = files
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        from PIL import Image
-
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, label = self.files[index]
         try:
-            with Image.open(path) as image:
-                return image.convert("RGB"), label
+            return _decoded(path), label
         except Exception as error:  # Pillow raises what its many decoders raise
             raise TrainingError(
                 f"cannot read {path}, which was there at the start: {error}"
             ) from None
+
+
+@cache
+def fast_jpeg() -> Callable[[Path], Any] | None:
+    """TorchCodec's JPEG decoder, which gives Pillow's bytes sooner; None without torch 2.11."""
+    try:
+        from torchcodec.decoders import decode_jpeg
+    except (ImportError, OSError, RuntimeError):  # not installed, or of another torch
+        return None
+    decode: Callable[[Path], Any] = decode_jpeg
+    return decode
+
+
+def _decoded(path: Path) -> Tensor:
+    """A picture as uint8 (3, height, width): tensors are cropped and resized sooner than Pillow's.
+
+    Raises:
+        Exception: whatever Pillow's decoders raise.
+    """
+    image: Tensor
+    if path.suffix.lower() in (".jpg", ".jpeg") and (decode := fast_jpeg()):
+        with suppress(RuntimeError, ValueError):  # another format of that name, or none: below
+            image = decode(path)
+            return image
+    from PIL import Image
+    from torchvision.transforms.v2.functional import pil_to_tensor
+
+    with Image.open(path) as opened:
+        image = pil_to_tensor(opened.convert("RGB"))
+    return image
+
+
+def random_crop(image: Tensor, side: int) -> Tensor:
+    """A random part of 8 to 100 % of the picture, resized to (3, side, side), flipped or not.
+
+    The draws are those of torchvision's RandomResizedCrop and RandomHorizontalFlip.
+    """
+    from torchvision.transforms import RandomResizedCrop
+
+    top, left, height, width = RandomResizedCrop.get_params(image, [0.08, 1.0], [3 / 4, 4 / 3])
+    crop = _resized(image[:, top : top + height, left : left + width], side, side)
+    return crop.flip(-1) if torch.rand(1) < 0.5 else crop
+
+
+def center_crop(image: Tensor, side: int) -> Tensor:
+    """The middle (3, side, side) of the picture at a shorter side of 8/7 as much."""
+    from torchvision.transforms.v2.functional import center_crop
+
+    height, width = image.shape[1:]
+    short = side * 256 // 224
+    size = [short * length // min(height, width) for length in (height, width)]
+    cropped: Tensor = center_crop(_resized(image, *size), [side])
+    return cropped
+
+
+def _resized(image: Tensor, height: int, width: int) -> Tensor:
+    """Bilinear with antialiasing, as Pillow does it: the order of passes is seen in the rounding.
+
+    Source: Pillow 13, src/libImaging/Resample.c, ImagingResampleInner.
+    """
+    from torchvision.transforms.v2.functional import resize
+
+    if image.shape[1] - height > max(0, 2 * (image.shape[2] - width)):
+        image = resize(image, [height, image.shape[2]], antialias=True)
+    resized: Tensor = resize(image, [height, width], antialias=True)
+    return resized
 
 
 def _class_names(folder: Path) -> list[str]:

@@ -337,6 +337,7 @@ def run_rank(body: Callable[[], Any], ranks: Ranks) -> int:
     failure and not the ones that follow from it.
     """
     die_with_parent()
+    keep_freed_memory()
     os.register_at_fork(before=_remember_parent, after_in_child=_end_with_rank)
     stop_at_once()
     os.umask(os.umask(0o077) | stat.S_IWOTH)  # what a run leaves is not for everybody to change
@@ -413,6 +414,20 @@ def end_with_parent() -> None:
     """Have the kernel kill this process when the one that started it ends."""
     pr_set_pdeathsig = 1
     _LIBC.prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what is freed, up to 1 GiB, for the next step, which wants as much again.
+
+    It gives blocks from 32 MiB on back to the kernel at once, which clears every page anew: a tenth
+    of the time of a step on a CPU. The bits and the peak stay what they are.
+
+    Source: mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD.
+    """
+    m_trim_threshold, m_mmap_threshold = -1, -3
+    if hasattr(_LIBC, "mallopt"):  # glibc
+        for name in (m_trim_threshold, m_mmap_threshold):
+            _LIBC.mallopt(name, 2**30)
 
 
 _parent = 0

@@ -5,12 +5,11 @@ steps, on which an exact resume depends, in one place.
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from common import hints, snapshot
 from common.data import Data
@@ -25,6 +24,8 @@ from common.seeds import seed_everything
 from common.snapshot import Stateful, TrainingState
 from common.stop import StopAgreement
 from common.stream import GlobalBatches
+
+T = TypeVar("T")
 
 
 class Loop:
@@ -88,7 +89,7 @@ class Loop:
             self.state.next_epoch()
         self._progress.close()
 
-    def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """What is left of this epoch's batches; after the last one the state is saved."""
         self.stream.set_epoch(self.state.epoch, first_batch=self.state.batch)
         # Nothing is left of an epoch whose snapshot was written before its evaluation.

@@ -16,10 +16,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sklearn.datasets import load_sample_images
+from torchvision import transforms as v1
 
-from common.data import Data, DataOptions, _digits, load_data
+from common import image_folder
+from common.data import IMAGENET_MEAN, IMAGENET_STD, Data, DataOptions, _digits, load_data
 from common.errors import InputError, TrainingError
+from common.prefetch import DeviceBatches
 from common.ranks import Ranks
+from common.stream import Samples
 from tests.pool import in_group
 
 
@@ -104,6 +109,70 @@ def test_greyscale_palette_and_transparent_images_are_read(tmp_path: Path) -> No
     data = load(data="imagefolder", data_path=tmp_path, image_size=16)
     shapes = {data.train[(0, i)][0].shape for i in range(len(data.train))}
     assert shapes == {(3, 16, 16)}
+
+
+def photos(root: Path) -> Path:
+    """The two photos that scikit-learn holds, as JPEG files, one of them upright."""
+    for number, pixels in enumerate(load_sample_images().images):
+        path = root / f"class {number % 2}" / f"{number}.jpg"
+        path.parent.mkdir(parents=True)
+        image = Image.fromarray(pixels).resize((500, 375), Image.Resampling.LANCZOS)
+        (image.rotate(90, expand=True) if number else image).save(path, quality=90)
+    return root
+
+
+class Pictures:
+    """The same files as Pillow gives them."""
+
+    def __init__(self, files: list[tuple[Path, int]]) -> None:
+        self.files = files
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        path, label = self.files[index]
+        with Image.open(path) as image:
+            return image.convert("RGB"), label
+
+
+def test_photos_are_what_the_classic_pipeline_shows(tmp_path: Path) -> None:
+    """Crops and flips are the same, and colours within 0.05 of 255 grey levels on average."""
+    photos(tmp_path / "train")
+    photos(tmp_path / "val")
+    data = load(data="imagefolder", data_path=tmp_path)
+    to_float = [v1.ToTensor(), v1.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
+    augment = [v1.RandomResizedCrop(224), v1.RandomHorizontalFlip()]
+    plain = [v1.Resize(256), v1.CenterCrop(224)]
+    std = torch.tensor(IMAGENET_STD).view(-1, 1, 1)
+    batches = DeviceBatches([], torch.device("cpu"), torch.float32, data.mean, data.std)
+    for ours, steps in ((data.train, augment), (data.val, plain)):
+        source = Pictures(ours.source.files)
+        theirs = Samples(source, ours.indices, v1.Compose(steps + to_float), 0)
+        for epoch in range(20):
+            for index in range(2):
+                (mine, label), (classic, expected) = ours[(epoch, index)], theirs[(epoch, index)]
+                assert (mine.dtype, label) == (torch.uint8, expected), "bytes travel"
+                error = (batches.prepare(mine) - classic) * std * 255
+                assert error.abs().mean() < 0.05
+
+
+def test_bytes_are_normalised_as_torchvision_does() -> None:
+    images = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, 3, 16, 16)
+    batches = DeviceBatches([], torch.device("cpu"), torch.float32, IMAGENET_MEAN, IMAGENET_STD)
+    expected = v1.Normalize(IMAGENET_MEAN, IMAGENET_STD)(images / 255)
+    assert torch.allclose(batches.prepare(images), expected, rtol=0, atol=1e-6)
+    floats = torch.randn(2, 1, 8, 8)
+    assert batches.prepare(floats) is floats, "taken as they are"
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_both_jpeg_decoders_give_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    path = tmp_path / "a.jpg"
+    Image.fromarray(load_sample_images().images[0]).convert(mode).save(path, quality=80)
+    assert (image_folder.fast_jpeg() is None) == (torch.__version__ < "2.11")
+    fast = image_folder.ImageFiles([(path, 0)])[0][0]
+    monkeypatch.setattr(image_folder, "fast_jpeg", lambda: None)
+    assert torch.equal(fast, image_folder.ImageFiles([(path, 0)])[0][0])
 
 
 def faulty_folder(root: Path, fault: str) -> str:

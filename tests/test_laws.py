@@ -62,8 +62,8 @@ def evaluated(ranks: Ranks) -> tuple[Evaluation, bool]:
         for buffer in model.buffers():
             buffer.add_(1)
     data = load_data(DataOptions(), 0, ranks)
-    _, _, loader = make_loaders(data, DataOptions(), 24, 0, ranks, CPU, Path())
-    result = evaluate(model, loader, len(data.val), CPU, torch.float32)
+    _, _, loader = make_loaders(data, DataOptions(), 24, 0, ranks, CPU, torch.float32, Path())
+    result = evaluate(model, loader, len(data.val), CPU)
     return result, all(module.training for module in model.modules())
 
 

@@ -103,3 +103,25 @@ def test_what_a_rank_forked_ends_with_it(recipe: Recipe) -> None:
             return True
 
     wait_for(gone, 10)
+
+
+STEPS_THAT_ALLOCATE = """
+import resource
+import torch
+from common.launch import run_rank
+from common.ranks import Ranks
+
+def body():
+    for step in range(20):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.zeros(2**24).add_(1)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+run_rank(body, Ranks())
+"""
+
+
+def test_a_step_finds_the_memory_of_the_step_before(recipe: Recipe) -> None:
+    process = recipe.start(sys.executable, "-c", STEPS_THAT_ALLOCATE)
+    result = recipe.finish(process, recipe.tmp_path).assert_ok()
+    assert int(result.stdout) < 100, "pages were cleared anew"

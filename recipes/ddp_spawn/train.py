@@ -75,7 +75,7 @@ def train(config: Config, ranks: Ranks) -> None:
         data = load_data(config.data, seed, ranks)
         batch_size = options.total_batch_size(ranks.world_size)
         batches, loader, val_loader = make_loaders(
-            data, config.data, batch_size, seed, ranks, device, run.folder
+            data, config.data, batch_size, seed, ranks, device, dtype, run.folder
         )
 
         # model
@@ -110,7 +110,7 @@ def train(config: Config, ranks: Ranks) -> None:
         set_train_mode(model)
         # A resumed run must add gradients up in the same order as one that was never stopped.
         image, _ = data.train[(0, 0)]
-        warm_up(ddp, image.to(device, dtype), batches.batch_size_per_rank, autocast)
+        warm_up(ddp, loader.prepare(image), batches.batch_size_per_rank, autocast)
 
         # loop
         for _epoch in loop.epochs():
@@ -118,17 +118,14 @@ def train(config: Config, ranks: Ranks) -> None:
                 for group in optimizer.param_groups:
                     group["lr"] = loop.lr
                 with autocast:
-                    logits = ddp(images.to(device, dtype, non_blocking=True))
-                    losses = nn.functional.cross_entropy(
-                        logits, labels.to(device, non_blocking=True), reduction="none"
-                    )
+                    losses = nn.functional.cross_entropy(ddp(images), labels, reduction="none")
                 scaler.scale(losses.mean()).backward()
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad(set_to_none=True)
                 loop.after_step(losses)
             # The model inside: ddp's forward would wait for its peers.
-            result = evaluate(model, val_loader, len(data.val), device, dtype)
+            result = evaluate(model, val_loader, len(data.val), device)
             loop.after_epoch(result, model.state_dict())
 
         # report

@@ -27,7 +27,7 @@ if __package__ in (None, ""):  # started as a file: the repository is not on the
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.data import Data, DataOptions, load_data, make_loaders
 from common.ddp import warm_up
@@ -92,15 +92,15 @@ def choose_devices(config: Config, visible_gpus: int | None = None) -> list[torc
     return [torch.device("cuda", number) for number in chosen]
 
 
-def show_inference(config: Config, data: Data, path: Path, model: nn.Module) -> None:
+def show_inference(
+    config: Config, data: Data, images: Tensor, path: Path, model: nn.Module
+) -> None:
     """What the saved weights are for: a plain model on a CPU that predicts like the trained one."""
     plain = build_model(config.model, data.channels, len(data.class_names), data.side)
     plain.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    parameter = next(model.parameters())
-    images = torch.stack([data.val[(0, index)][0] for index in range(min(64, len(data.val)))])
     with torch.inference_mode():
-        ours = plain.eval()(images).argmax(1)
-        theirs = model.eval()(images.to(parameter.device, parameter.dtype)).argmax(1).cpu()
+        ours = plain.eval()(images.cpu().float()).argmax(1)
+        theirs = model.eval()(images).argmax(1).cpu()
     same = int((ours == theirs).sum())
     log.info(f"{path.name} in a plain model on a CPU: {same} of {len(ours)} predictions the same")
 
@@ -134,7 +134,7 @@ def train(config: Config, ranks: Ranks) -> None:
                 f"without a sample: give more, or fewer --device-ids"
             )
         batches, loader, val_loader = make_loaders(
-            data, config.data, batch_size, seed, ranks, device, run.folder
+            data, config.data, batch_size, seed, ranks, device, dtype, run.folder
         )
 
         # model
@@ -163,7 +163,7 @@ def train(config: Config, ranks: Ranks) -> None:
             return
         set_train_mode(model)
         image, _ = data.train[(0, 0)]
-        warm_up(parallel, image.to(device, dtype), batch_size, autocast)
+        warm_up(parallel, loader.prepare(image), batch_size, autocast)
 
         # loop
         utilization = Utilization(devices)
@@ -172,14 +172,13 @@ def train(config: Config, ranks: Ranks) -> None:
                 for group in optimizer.param_groups:
                     group["lr"] = loop.lr
                 with autocast:
-                    logits = parallel(images.to(device, dtype, non_blocking=True))
-                    loss = nn.functional.cross_entropy(logits, labels.to(device, non_blocking=True))
+                    loss = nn.functional.cross_entropy(parallel(images), labels)
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad(set_to_none=True)
                 loop.after_step(loss)
-            result = evaluate(model, val_loader, len(data.val), device, dtype)
+            result = evaluate(model, val_loader, len(data.val), device)
             loop.after_epoch(result, model.state_dict())
 
         # report
@@ -189,7 +188,8 @@ def train(config: Config, ranks: Ranks) -> None:
         for gpu, peak, percent in zip(devices, peaks, used, strict=False):  # none on a CPU
             share = "not sampled" if percent is None else f"{percent:.0f} %"
             log.info(f"  {gpu}: peak memory {mebibytes(peak)}, utilisation {share}")
-        show_inference(config, data, run.folder / "model.pt", model)
+        images, _ = next(iter(val_loader))
+        show_inference(config, data, images[:64], run.folder / "model.pt", model)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

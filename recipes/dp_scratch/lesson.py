@@ -36,14 +36,14 @@ def show_lesson(
             replicas = Replicas(initialize(dtype), [device])
             lr = 0.1 * (size / 32) ** scale
             batches, loader, val_loader = make_loaders(
-                data, config.data, size, seed, ranks, device, folder
+                data, config.data, size, seed, ranks, device, dtype, folder
             )
             accuracies = found[rule][size] = []
             for epoch in range(LESSON_EPOCHS):
                 batches.set_epoch(epoch)
                 for images, labels in loader:
-                    train_step(replicas, images.to(dtype=dtype), labels, lr)
-                result = evaluate(replicas, val_loader, len(data.val), device, dtype)
+                    train_step(replicas, images, labels, lr)
+                result = evaluate(replicas, val_loader, len(data.val), device)
                 accuracies.append(result.accuracy)
                 bar.update()
     bar.close()

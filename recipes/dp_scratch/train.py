@@ -210,7 +210,7 @@ def train(config: Config, ranks: Ranks) -> None:
                 f"--global-batch-size {batch_size} is less than {len(devices)} devices"
             )
         batches, loader, val_loader = make_loaders(
-            data, config.data, batch_size, seed, ranks, device, run.folder
+            data, config.data, batch_size, seed, ranks, device, dtype, run.folder
         )
 
         # model, parallelise
@@ -227,9 +227,9 @@ def train(config: Config, ranks: Ranks) -> None:
         # loop
         for _epoch in loop.epochs():
             for images, labels in loop.batches(loader):
-                loss = train_step(replicas, images.to(dtype=dtype), labels, loop.lr)
+                loss = train_step(replicas, images, labels, loop.lr)
                 loop.after_step(loss)
-            result = evaluate(replicas, val_loader, len(data.val), device, dtype)
+            result = evaluate(replicas, val_loader, len(data.val), device)
             loop.after_epoch(result, replicas.state_dict())
 
         # report

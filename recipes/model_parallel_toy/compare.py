@@ -102,7 +102,7 @@ def main() -> None:
     with process_group(Ranks(), torch.device("cpu"), "gloo", 60):
         toy = config.parallel.model == "toy"
         data = generated_points(0) if toy else load_data(config.data, 0, Ranks())
-    sample = data.val[(0, 0)][0][None]
+    sample = data.val[(0, 0)][0][None].float()
     parts = cut(build(config.parallel, data), stages, sample)
     inputs = torch.cat([sample] * (config.optimizer.total_batch_size(1) // micro_batches))
     with torch.no_grad():

@@ -275,15 +275,15 @@ def train(config: Config, ranks: Ranks) -> None:
                              f"pipelines x {parallel.micro_batch_count} micro-batches")  # fmt: skip
         share = Ranks(replica, replica, replicas, replicas)
         batches, loader, val_loader = make_loaders(  # all stages of a pipeline load the same
-            data, config.data, batch_size, seed, share, device, run.folder
+            data, config.data, batch_size, seed, share, (devices or [device])[0], dtype, run.folder
         )
 
         # model
         model = build(parallel, data).to(dtype)
 
         # parallelise
-        sample, _ = data.val[(0, 0)]
-        stages = cut(model, parallel.stages, sample[None].to(dtype))
+        sample = loader.prepare(data.val[(0, 0)][0]).cpu()
+        stages = cut(model, parallel.stages, sample[None])
         pipe: Any
         if mesh is not None:
             from recipes.model_parallel_toy.pipeline import Pipeline
@@ -309,9 +309,9 @@ def train(config: Config, ranks: Ranks) -> None:
             return
         pipe.train()
         if mesh is None:
-            warm_up(pipe, sample.to(dtype), batch_size)
+            warm_up(pipe, sample, batch_size)
         else:
-            pipe.warm_up(sample.to(dtype), batch_size // replicas)
+            pipe.warm_up(sample, batch_size // replicas)
 
         # loop
         for _epoch in loop.epochs():
@@ -320,11 +320,11 @@ def train(config: Config, ranks: Ranks) -> None:
                     group["lr"] = loop.lr
                 if parallel.in_processes and loop.state.step == loop.last_step - 1:
                     pipe.note_work(parallel.timeline)
-                loss = pipe.backward(inputs.to(dtype=dtype), labels)
+                loss = pipe.backward(inputs, labels)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 loop.after_step(loss)
-            result = evaluate(pipe, val_loader, len(data.val), device, dtype, data_group)
+            result = evaluate(pipe, val_loader, len(data.val), device, data_group)
             loop.after_epoch(result, state.full_state_dict() if config.run.epoch_weights else {})
 
         # report
