@@ -160,6 +160,7 @@ class Loop:
     def finish(self, state_dict: dict[str, Tensor], **more: Any) -> None:
         """Write the model and the summary, with what the recipe adds to it."""
         self._stop.release()
+        self.state.wait()
         result = self._result
         self.run.finish(
             state_dict,
@@ -185,6 +186,7 @@ class Loop:
 
     def _leave(self) -> None:
         self._save()
+        self.state.wait()
         # Under slurm/job.sh the job goes on by itself, and says so.
         by_hand = f": to go on, run the same command with --output-dir {self.run.folder}"
         log.info(

@@ -1,5 +1,7 @@
 """Snapshots: the full training state on disk, written atomically, never trusted unchecked.
 
+Training waits for a copy in memory only; a thread of rank 0 writes it while training goes on.
+
 One file a snapshot, `step_00000120.<first 16 hex digits of its SHA-256>.pt`: the checksum is part
 of the name, so that one rename publishes both.
 """
@@ -9,7 +11,8 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,9 +69,13 @@ class TrainingState:
     """Length of metrics.jsonl at this moment."""
     saved_step: int = -1
     """Of the newest snapshot: the same step is not written twice."""
+    _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    _writing: Future[None] | None = None
 
     def save(self, folder: Path, identity: Mapping[str, Any], keep: int) -> None:
-        """Write a snapshot by rank 0; every rank calls it, after the same step.
+        """Copy the state, and have rank 0 write it; every rank calls it, after the same step.
+
+        It returns when the copy is made and the snapshot before this one is on the disk.
 
         Args:
             folder: of the run's snapshots.
@@ -77,45 +84,44 @@ class TrainingState:
 
         Raises:
             TrainingError: a loss that is not finite (the last good snapshot stays the newest), or
-                a file that cannot be written.
+                what `wait` raises of the snapshot before.
         """
         if self.saved_step == self.step:
             return
+        self.wait()
         refuse_non_finite(gather_numbers(self.loss_sum), self.step, folder)
-        mine: dict[str, Any] = {"rng": rng_state(), "loss_sum": self.loss_sum.cpu().reshape(-1)}
+        mine: dict[str, Any] = {"rng": rng_state(), "loss_sum": self.loss_sum.reshape(-1)}
         parts: dict[str, Any] = {}
-        with agreed():
-            if self.sharded or dist.get_rank() == 0:
-                parts = {name: part.state_dict() for name, part in self.parts.items()}
-                self._refuse_broken_weights(parts["model"], folder)
+        if self.sharded or dist.get_rank() == 0:
+            parts = {name: part.state_dict() for name, part in self.parts.items()}
+        # Copies: the next step changes the originals.
+        mine, parts = _copied_to_cpu((mine, parts))
         if self.sharded:
-            mine["parts"], parts = _on_cpu(parts), {}
+            mine["parts"], parts = parts, {}
         ranks = gather_to_rank_0(mine)
-        with agreed():
-            if dist.get_rank() == 0:
-                write(
-                    folder,
-                    self.step,
-                    {
-                        "format": FORMAT,
-                        "identity": dict(identity),
-                        "world_size": len(ranks),
-                        "ranks": ranks,
-                        **parts,
-                        **{name: getattr(self, name) for name in _POSITION},
-                    },
-                )
-                for old in list_snapshots(folder)[keep:]:
-                    old.unlink()
+        if dist.get_rank() == 0:
+            content = {
+                "format": FORMAT,
+                "identity": dict(identity),
+                "world_size": len(ranks),
+                "ranks": ranks,
+                **parts,
+                **{name: getattr(self, name) for name in _POSITION},
+            }
+            self._writing = self._writer.submit(_write, folder, self.step, content, keep)
         self.saved_step = self.step
 
-    def _refuse_broken_weights(self, weights: dict[str, Tensor], folder: Path) -> None:
-        for name, value in weights.items():
-            if not value.isfinite().all():
-                raise TrainingError(
-                    f"{name} is not finite after step {self.step}, and is not saved: try a lower "
-                    f"--lr or a --warmup-epochs; last good snapshot: {_newest(folder)}"
-                )
+    def wait(self) -> None:
+        """Until what `save` began is on the disk; every rank calls it.
+
+        Raises:
+            TrainingError: weights that are not finite, or a file that cannot be written; what was
+                there before is untouched.
+        """
+        with agreed():
+            if self._writing:
+                writing, self._writing = self._writing, None
+                writing.result()
 
     def next_epoch(self) -> None:
         """Move to the first batch of the next epoch."""
@@ -148,6 +154,20 @@ class TrainingState:
                 f"the snapshot is of {found['world_size']} ranks, this run has "
                 f"{world_size}: it goes on at the same sample, not with the same bits"
             )
+
+
+def _write(folder: Path, step: int, content: dict[str, Any], keep: int) -> None:
+    """In the thread: check the weights, write them, and remove what is not to be kept."""
+    shards = [entry["parts"] for entry in content["ranks"] if "parts" in entry] or [content]
+    for name, value in (item for shard in shards for item in shard["model"].items()):
+        if not value.isfinite().all():
+            raise TrainingError(
+                f"{name} is not finite after step {step}, and is not saved: try a lower --lr or a "
+                f"--warmup-epochs; last good snapshot: {_newest(folder)}"
+            )
+    write(folder, step, content)
+    for old in list_snapshots(folder)[keep:]:
+        old.unlink()
 
 
 def refuse_non_finite(losses: Tensor, step: int, folder: Path) -> None:
@@ -201,9 +221,13 @@ def list_snapshots(folder: Path) -> list[Path]:
     return sorted(folder.glob("step_????????.????????????????.pt"), reverse=True)
 
 
-def _on_cpu(value: Any) -> Any:
-    """Copies of all tensors on the CPU, to be sent: a GPU tensor would pickle as its device's."""
-    return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, value)
+def _copied_to_cpu(value: Any) -> Any:
+    """The same with a copy of every tensor, on the CPU."""
+
+    def copied(leaf: Any) -> Any:
+        return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(copied, value)
 
 
 def _newest(folder: Path) -> str:

@@ -1,14 +1,18 @@
 """Snapshots are whole or not used, and never lost."""
 
+import copy
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from common import snapshot
-from common.errors import InputError, TrainingError
+from common.errors import InputError, PeerError, TrainingError
 from common.ranks import Ranks
+from common.snapshot import TrainingState
 from tests.conftest import small_disk
 from tests.pool import Pool, in_group
 
@@ -139,3 +143,63 @@ def test_a_crafted_snapshot_runs_no_code(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="could run code"):
         found(tmp_path, path)
     assert not trace.exists()
+
+
+def test_training_goes_on_while_a_snapshot_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds what was there when it was asked for, and only one is written at a time."""
+    go_on, began, write = threading.Event(), [], snapshot.write
+
+    def slow_write(folder: Path, step: int, content: dict[str, Any]) -> Path:
+        began.append(step)
+        assert go_on.wait(30)
+        return write(folder, step, content)
+
+    monkeypatch.setattr(snapshot, "write", slow_write)
+
+    def train(_ranks: Ranks) -> None:
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        state = TrainingState({"model": model, "optimizer": optimizer}, torch.zeros(4))
+        expected = {}
+        for state.step in (1, 2):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            state.loss_sum += 1
+            expected[state.step] = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+            if state.step == 2:
+                assert began == [1]
+                assert not snapshot.list_snapshots(tmp_path), "it returned before it was written"
+                go_on.set()
+            state.save(tmp_path, {}, keep=5)
+        with torch.no_grad():
+            model.weight.zero_()
+        state.next_epoch()
+        state.wait()
+        for path in snapshot.list_snapshots(tmp_path):
+            found = snapshot.read(path)
+            weights, momenta = expected[found["step"]]
+            assert found["ranks"][0]["loss_sum"].tolist() == [found["step"]] * 4
+            assert torch.equal(found["model"]["weight"], weights["weight"])
+            theirs, ours = (o["state"][0]["momentum_buffer"] for o in (found["optimizer"], momenta))
+            assert torch.equal(theirs, ours)
+        assert began == [1, 2]
+
+    in_group(Ranks(), train)
+
+
+def test_a_write_that_fails_is_told_to_every_rank(pool: Pool, tmp_path: Path) -> None:
+    for said in pool.run(in_group, 2, _save_broken_weights, tmp_path):
+        assert "weight is not finite after step 7" in said
+    assert not list(tmp_path.iterdir())
+
+
+def _save_broken_weights(_ranks: Ranks, folder: Path) -> str:
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, float("nan"))
+    state = TrainingState({"model": model}, torch.zeros(()), step=7)
+    state.save(folder, {}, keep=1)
+    with pytest.raises((TrainingError, PeerError)) as failed:
+        state.wait()
+    return str(failed.value)
