@@ -6,10 +6,12 @@ VENV := $(if $(filter cu132,$(STACK)),.venv,.venv-$(STACK))
 ifdef PYTHON  # an interpreter that already has torch: nothing is installed
 INSTALLED :=
 INSTALLED_DEV :=
+INSTALLED_PEERS :=
 else
 PYTHON := $(VENV)/bin/python
 INSTALLED := venv
 INSTALLED_DEV := venv-dev
+INSTALLED_PEERS := venv-peers
 endif
 IMAGE ?= torch-recipes:$(STACK)$(if $(filter development,$(TARGET)),-development)
 DOCKER ?= docker
@@ -23,7 +25,8 @@ LAUNCH = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) \
 
 .DEFAULT_GOAL := help
 .PHONY: help run test test-slow test-slurm slurm-check image image-run image-test image-repro check \
-	reproduce doctor soak faults audit bench gpu-check format diff-ddp tensorboard venv venv-dev lock clean
+	reproduce doctor soak faults audit bench bench-peers gpu-check format diff-ddp tensorboard \
+	venv venv-dev venv-peers lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -98,6 +101,9 @@ audit: $(INSTALLED_DEV) ## Look up the locked packages' known vulnerabilities (a
 bench: $(INSTALLED) ## Measure a recipe beside its alternatives: make bench RECIPE=NAME; renews its results and README
 	@$(PYTHON) -m recipes.bench $(RECIPE) $(ARGS)
 
+bench-peers: $(INSTALLED_PEERS) ## Measure ddp_launch beside bare PyTorch, Accelerate, Fabric, Lightning's Trainer; renews benchmarks/peers
+	@$(PYTHON) -m benchmarks.peers $(ARGS)
+
 gpu-check: $(INSTALLED) ## Check on a GPU what needs one, in a few minutes; writes tests/results/gpu_check.json
 	@$(PYTHON) -m tests.gpu_check $(ARGS)
 
@@ -128,6 +134,13 @@ venv-dev: venv
 		-r $(LOCK) -r docker/stacks/dev.txt; \
 	cp docker/stacks/dev.txt $(VENV)/lock-dev.txt; }
 
+venv-peers: venv
+	@cmp -s docker/stacks/peers.txt $(VENV)/lock-peers.txt || { set -e; \
+	echo "adding docker/stacks/peers.txt to $(VENV)"; \
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check --require-hashes \
+		-r $(LOCK) -r docker/stacks/peers.txt; \
+	cp docker/stacks/peers.txt $(VENV)/lock-peers.txt; }
+
 UV_LOCK = $(PYTHON) -m uv pip compile --quiet --upgrade --universal --python-version 3.11 \
 	--generate-hashes --no-annotate --no-header --no-emit-index-url --no-emit-find-links
 
@@ -135,9 +148,12 @@ lock: $(INSTALLED_DEV) ## Renew the lock files under docker/stacks
 	@for stack in $(STACKS); do echo "locking $$stack"; \
 	$(PYTHON) docker/verify.py constraints $$stack >.constraints.txt && \
 	$(UV_LOCK) pyproject.toml -c .constraints.txt -o docker/stacks/$$stack.txt || exit; done
-	@rm .constraints.txt
 	@echo "locking dev"; $(UV_LOCK) --group dev $(STACKS:%=-c docker/stacks/%.txt) \
 		-o docker/stacks/dev.txt
+	@echo "locking peers"; echo torch >.constraints.txt; $(UV_LOCK) --group peers \
+		--excludes .constraints.txt $(STACKS:%=-c docker/stacks/%.txt) -c docker/stacks/dev.txt \
+		-o docker/stacks/peers.txt  # without torch, of which each stack pins its own
+	@rm .constraints.txt
 
 clean: ## Remove the environments and caches (never runs/)
 	rm -rf .venv .venv-* .engine .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -91,8 +91,8 @@ def shown(run: dict[str, Any]) -> str:
     )
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """The tables of a comparison, and where they were measured."""
+def markdown(result: dict[str, Any], kind: str = "comparison") -> str:
+    """The tables of a comparison, and where they were measured; `kind` names its files."""
     parts = []
     for table in result["tables"]:
         rows = [table["columns"], ["---"] * len(table["columns"]), *table["rows"]]
@@ -101,8 +101,8 @@ def markdown(result: dict[str, Any]) -> str:
     about = result["about"]
     parts.append(
         f"({machine(about)}; torch {about['torch']}, Python {about['python']}; "
-        f"`{about['command']}`; [comparison.json](results/comparison.json).)\n\n"
-        "![the figure](results/comparison.png)"
+        f"`{about['command']}`; [{kind}.json](results/{kind}.json).)\n\n"
+        f"![the figure](results/{kind}.png)"
     )
     return "\n\n".join(parts)
 

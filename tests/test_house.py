@@ -43,7 +43,7 @@ def test_imports_point_down() -> None:
                 assert parts[1] not in folders - {path.parent.name}, f"{path} imports {name}"
 
 
-@pytest.mark.parametrize("lock", ["cu132", "cu130", "cu128", "dev"])
+@pytest.mark.parametrize("lock", ["cu132", "cu130", "cu128", "dev", "peers"])
 def test_locks_pin_every_package_by_hash_and_name_no_index(lock: str) -> None:
     text = (ROOT / "docker" / "stacks" / f"{lock}.txt").read_text()
     entries = re.split(r"\n(?=\S)", text.strip())

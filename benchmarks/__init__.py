@@ -1,0 +1,1 @@
+"""Benchmarks against what is not part of the project."""

@@ -1,0 +1,6 @@
+"""ddp_launch beside other ways to write the same training: `make bench-peers`."""
+
+import os
+
+# As in recipes/__init__.py, before torch is imported.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

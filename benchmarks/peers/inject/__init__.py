@@ -1,0 +1,1 @@
+"""Not imported: for mypy, which would else meet two modules called sitecustomize."""

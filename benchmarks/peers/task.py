@@ -1,0 +1,100 @@
+"""What the peers train and on what: ddp_launch's model, data and options. Not how they train."""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn, optim
+from torch.utils.data import Dataset
+
+from common.data import DataOptions, _open
+from common.models import ModelOptions, build_model
+from common.optim import OptimizerOptions
+from common.ranks import Ranks
+from common.record import RunOptions
+from common.stream import Samples
+
+GLOBAL_BATCH_SIZE = OptimizerOptions().total_batch_size(1)
+LOG_EVERY = RunOptions().log_every
+STEPS_PER_EPOCH = 14
+"""Of digits: 1,437 training samples, in whole batches."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one run is asked to do."""
+
+    processes: int
+    steps: int
+    """Optimizer steps in all [steps]."""
+    snapshot_after: int
+    """Save the training state after this step, counted from 1."""
+    folder: Path
+    """Of this run; exists."""
+
+    @property
+    def epochs(self) -> int:
+        """Passes over the data, the last perhaps not to its end; the schedule's length."""
+        return -(-self.steps // STEPS_PER_EPOCH)
+
+    @property
+    def last_step(self) -> int:
+        """The step at which the learning rate is lowest, counted from 0."""
+        return self.epochs * STEPS_PER_EPOCH - 1
+
+
+class Digits(Dataset[tuple[Tensor, int]]):
+    """A plain data set: the recipe's images and augmentation, torch's own random numbers."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.source, self.indices, self.transform = (
+            samples.source, samples.indices, samples.transform
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image, label = self.source[self.indices[index]]
+        return self.transform(image), label
+
+
+def parse() -> Task:
+    """The task from the command line."""
+    parser = argparse.ArgumentParser()
+    for option in ("--processes", "--steps", "--snapshot-after"):
+        parser.add_argument(option, type=int, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    return Task(**vars(parser.parse_args()))
+
+
+def make_data() -> tuple[Digits, Digits]:
+    """Training and validation data, split and augmented as by the recipe."""
+    data = _open(DataOptions(), seed=0, ranks=Ranks())
+    return Digits(data.train), Digits(data.val)
+
+
+def make_model() -> nn.Module:
+    """The recipe's default."""
+    return build_model(ModelOptions(), channels=1, classes=10, side=8)
+
+
+def make_optimizer(
+    model: nn.Module, task: Task
+) -> tuple[optim.SGD, optim.lr_scheduler.CosineAnnealingLR]:
+    """SGD and a cosine by step, with the recipe's numbers."""
+    ours = OptimizerOptions()
+    optimizer = optim.SGD(
+        model.parameters(), lr=ours.lr, momentum=ours.momentum, weight_decay=ours.weight_decay
+    )
+    schedule = optim.lr_scheduler.CosineAnnealingLR(
+        optimizer, T_max=task.last_step, eta_min=ours.lr * ours.lrf
+    )
+    return optimizer, schedule
+
+
+def finish(task: Task, val_accuracy: Any) -> None:
+    """Leave what tells that it was the same training, for the driver; rank 0 calls it."""
+    (task.folder / "summary.json").write_text(json.dumps({"val_accuracy": float(val_accuracy)}))

@@ -1,0 +1,127 @@
+"""What `make bench-peers` computes, and that it runs."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers import __main__ as peers
+from benchmarks.peers.measure import from_stamps, read_stamps, snapshot_step
+from benchmarks.peers.task import (
+    GLOBAL_BATCH_SIZE,
+    STEPS_PER_EPOCH,
+    Task,
+    make_data,
+    make_model,
+    make_optimizer,
+)
+from common.errors import STATUS_FAILED, TrainingError
+from common.optim import OptimizerOptions
+from recipes import bench, cli
+from tests.conftest import ROOT, Recipe
+
+
+def stamps(steps_per_epoch: int, snapshot_after: int, boundary_s: float) -> list[float]:
+    """Twenty steps of 0.1 s, the first after 102.5; 0.4 s more for the snapshot."""
+    times = [102.5]
+    for step in range(1, 20):
+        interval = boundary_s if step % steps_per_epoch == 0 else 0.1
+        times.append(times[-1] + interval + 0.4 * (step == snapshot_after))
+    return times
+
+
+@pytest.mark.parametrize("boundary_s", [0.1, 7.0, 100.0])
+def test_what_happens_between_epochs_and_the_snapshot_are_no_steps(boundary_s: float) -> None:
+    found = from_stamps(stamps(5, 8, boundary_s), 100.0, 5, 8)
+    expected = {"start_up_s": 2.5, "steps_per_s": 10, "snapshot_s": 0.4, "boundary_s": boundary_s}
+    assert found == pytest.approx(expected)
+
+
+def test_one_epoch_has_no_boundary() -> None:
+    assert from_stamps(stamps(20, 8, 7.0), 100.0, 20, 8)["boundary_s"] == 0
+
+
+def test_the_snapshot_is_one_and_within_an_epoch() -> None:
+    for steps in range(2 * STEPS_PER_EPOCH, 200):
+        step = snapshot_step(steps, STEPS_PER_EPOCH)
+        assert steps < 2 * step < 2 * steps  # --snapshot-every STEP saves after this step only
+        assert step % STEPS_PER_EPOCH == STEPS_PER_EPOCH // 2
+
+
+def test_a_run_of_other_steps_or_processes_is_refused(tmp_path: Path) -> None:
+    for rank, peak_bytes in ((0, 10), (1, 30)):
+        content = {"stamps": [1.0 + rank, 2.0], "peak_bytes": peak_bytes}
+        (tmp_path / f"rank_{rank}.json").write_text(json.dumps(content))
+    assert read_stamps(tmp_path, 2, 2) == ([1.0, 2.0], 30)
+    for processes, steps in ((1, 2), (3, 2), (2, 3)):
+        with pytest.raises(TrainingError, match=f"{steps} steps of {processes} processes were due"):
+            read_stamps(tmp_path, processes, steps)
+
+
+def test_the_peers_data_and_schedule_are_the_recipes(tmp_path: Path) -> None:
+    train, val = make_data()
+    assert (len(train) // GLOBAL_BATCH_SIZE, len(val)) == (STEPS_PER_EPOCH, 360)
+    assert not set(train.indices) & set(val.indices)
+    task, ours = Task(1, 30, 21, tmp_path), OptimizerOptions(epochs=3)
+    model = make_model()
+    optimizer, schedule = make_optimizer(model, task)
+    for step in range(3 * STEPS_PER_EPOCH):
+        rate = ours.learning_rate(step, STEPS_PER_EPOCH, GLOBAL_BATCH_SIZE)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+        optimizer.step()
+        schedule.step()
+
+
+def test_a_contestant_that_fails_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peers, "command_of", lambda *_: [sys.executable, "-c", "exit('broken')"])
+    task = Task(2, 30, 21, tmp_path)
+    assert cli.attempt(lambda: print(peers.run_once("bare", task))) == STATUS_FAILED
+    assert "bare on 2 processes ended with status 1: broken" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--only", "fabric"], "fabric needs no_such_library: make bench-peers installs it"),
+        (["--steps", "20"], "--steps 28"),
+        (["--redraw", "--output", "nowhere"], "nothing was measured yet"),
+        (["--only", "keras"], "invalid choice: 'keras'"),
+    ],
+)
+def test_bad_usage_is_one_line(
+    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setitem(peers.NEEDS, "fabric", "no_such_library")
+    assert cli.attempt(lambda: peers.main(arguments)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert says in line
+
+
+@pytest.mark.parametrize("path", [*ROOT.glob("benchmarks/peers/results/peers.json")])
+def test_the_page_shows_what_was_measured(path: Path) -> None:
+    page = (path.parents[1] / "README.md").read_text()
+    written = page.partition(peers.BEGIN)[2].partition(peers.END)[0].strip()
+    result = json.loads(path.read_text())
+    assert written == bench.markdown(result, "peers")
+    assert result["tables"] == peers.tables(result["runs"])
+
+
+@pytest.mark.slow
+def test_the_command_measures(recipe: Recipe, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.peers", "--rounds", "1", "--steps", "30"]
+    chosen = ["--processes", "2", "--only", "bare", "ddp_launch"]
+    folder = tmp_path / "out"
+    process = recipe.start(*command, *chosen, "--output", folder)
+    recipe.finish(process, tmp_path).assert_ok()
+    result = json.loads((folder / "peers.json").read_text())
+    (table,) = result["tables"]
+    assert [row[0] for row in table["rows"]] == ["bare", "ddp_launch"]
+    for runs in result["runs"]["2"].values():
+        assert len(runs) == 1
+        assert runs[0]["val_accuracy"] > 0.2  # it trained
+    assert (folder / "peers.png").stat().st_size > 5000
