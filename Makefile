@@ -98,8 +98,8 @@ audit: $(INSTALLED_DEV) ## Look up the locked packages' known vulnerabilities (a
 	@for lock in docker/stacks/*.txt; do echo "$$lock"; $(PYTHON) -m uv tool run pip-audit==2.10.1 \
 		--strict --disable-pip --no-deps --requirement $$lock $(ARGS) || exit; done
 
-bench: $(INSTALLED) ## Measure a recipe beside its alternatives: make bench RECIPE=NAME; renews its results and README
-	@$(PYTHON) -m recipes.bench $(RECIPE) $(ARGS)
+bench: $(INSTALLED_DEV) ## Measure input, snapshots, network (root), or with RECIPE=NAME a recipe beside its alternatives; renews results
+	@$(PYTHON) -m $(if $(RECIPE),recipes.bench $(RECIPE),benchmarks) $(ARGS)
 
 bench-peers: $(INSTALLED_PEERS) ## Measure ddp_launch beside bare PyTorch, Accelerate, Fabric, Lightning's Trainer; renews benchmarks/peers
 	@$(PYTHON) -m benchmarks.peers $(ARGS)

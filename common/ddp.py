@@ -1,17 +1,20 @@
-"""Around DistributedDataParallel: the same bits after a resume, BatchNorm over all ranks."""
+"""Around DistributedDataParallel: what travels and when, and the same bits after a resume."""
 
 import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import InputError
 from common.models import has_trained_batch_norm
 from common.seeds import rng_state, set_rng_state
+from common.stream import multiples_near
 
 log = logging.getLogger("recipes")
 
@@ -25,6 +28,14 @@ class ParallelOptions:
     virtual_ranks: int = 0
     """Cut each global batch into so many shards on any number of processes up to it, which then
     give the same bits; a power of two. 0: a shard a process."""
+    accumulate: int = 1
+    """Cut each rank's batch into so many micro-batches, which need less memory; gradients travel
+    once a step, with the last one."""
+    gradient_compression: Literal["none", "bf16"] = "none"
+    """bf16 sends gradients in half the bytes, rounded to 8 bits; weights stay as they are."""
+    bucket_mb: float | None = None
+    """Send gradients in pieces of this size [MiB], each as soon as it is complete. None: torch's 1,
+    then 25."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
@@ -39,6 +50,48 @@ class ParallelOptions:
         if given and self.sync_bn:
             raise ValueError("--sync-bn looks at the global batch, --virtual-ranks at a shard of "
                              "it: give one of them")  # fmt: skip
+        if self.accumulate < 1:
+            raise ValueError(f"--accumulate must be at least 1: {self.accumulate}")
+        if given and (self.accumulate > 1 or self.gradient_compression != "none"):
+            raise ValueError("--virtual-ranks cuts the batch and adds gradients up in its own way: "
+                             "leave out --accumulate and --gradient-compression")  # fmt: skip
+        if self.bucket_mb is not None and not self.bucket_mb > 0:
+            raise ValueError(f"--bucket-mb must be above 0: {self.bucket_mb}")
+
+    def micro_batch_size(self, batch_size_per_rank: int) -> int:
+        """Samples of a rank that are computed at once.
+
+        Raises:
+            InputError: `accumulate` does not divide the rank's batch.
+        """
+        if batch_size_per_rank % self.accumulate:
+            raise InputError(
+                f"--accumulate {self.accumulate} does not divide a rank's batch of "
+                f"{batch_size_per_rank}: {multiples_near(batch_size_per_rank, self.accumulate)} "
+                "samples a rank would do"
+            )
+        return batch_size_per_rank // self.accumulate
+
+
+def micro_batches(
+    ddp: DistributedDataParallel, images: Tensor, labels: Tensor, count: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Equal parts of a rank's batch; DDP lets gradients travel with the last one only.
+
+    Source: PyTorch, DistributedDataParallel.no_sync.
+    """
+    for number, part in enumerate(zip(images.chunk(count), labels.chunk(count), strict=True), 1):
+        with contextlib.nullcontext() if number == count else ddp.no_sync():
+            yield part
+
+
+def average_in_bf16(
+    group: dist.ProcessGroup | None, bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
+    """A communication hook of DDP: what torch's bf16_compress_hook does, which refuses CPUs."""
+    mean = bucket.buffer().div(dist.get_world_size(group)).to(torch.bfloat16)
+    sent = dist.all_reduce(mean, group=group, async_op=True).get_future()
+    return sent.then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
 def synchronize_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:

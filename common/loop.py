@@ -4,6 +4,7 @@ The loop itself and its step stay in the recipe; this keeps the order of what ha
 steps, on which an exact resume depends, in one place.
 """
 
+import gc
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -78,6 +79,8 @@ class Loop:
 
     def epochs(self) -> Iterator[int]:
         """Epochs still to do, from 0; each has its `batches` and ends with `after_epoch`."""
+        gc.freeze()  # all that was imported stays: no collection looks at it again
+        gc.set_threshold(700, 10, 10)
         self._stop, self._speed = StopAgreement(), Throughput(self.run.devices)
         self._progress = progress_bar(self.last_step, self.state.step, self.run.ranks)
         while True:

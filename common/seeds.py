@@ -27,7 +27,8 @@ def set_determinism(options: "RunOptions") -> None:
     deterministic = options.deterministic
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(deterministic)
+    # What use_deterministic_algorithms does, which imports the compiler besides.
+    torch.set_deterministic_debug_mode("error" if deterministic else "default")
     # It would fill fresh memory with NaN, to find kernels that read what they did not write: a
     # debugging aid that changes no other kernel's result and cost 12 % of a step of an LSTM.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -160,7 +160,8 @@ def _write(folder: Path, step: int, content: dict[str, Any], keep: int) -> None:
     """In the thread: check the weights, write them, and remove what is not to be kept."""
     shards = [entry["parts"] for entry in content["ranks"] if "parts" in entry] or [content]
     for name, value in (item for shard in shards for item in shard["model"].items()):
-        if not value.isfinite().all():
+        # A sum is soon made, and not finite where a term is not; that of huge terms may be, too.
+        if not value.sum().isfinite() and not value.isfinite().all():
             raise TrainingError(
                 f"{name} is not finite after step {step}, and is not saved: try a lower --lr or a "
                 f"--warmup-epochs; last good snapshot: {_newest(folder)}"

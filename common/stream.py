@@ -12,6 +12,7 @@ from itertools import islice
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -51,21 +52,34 @@ class Samples(Dataset[tuple[Tensor, int]]):
         seed: int,
     ) -> None:
         self.source, self.indices, self.transform, self.seed = source, indices, transform, seed
+        self._drawn_for, self._draws = -1, np.zeros(0, np.uint64)
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __getitem__(self, key: Key) -> tuple[Tensor, int]:
         """Image (channels, height, width) and class of the sample `key`."""
-        epoch, index = key
-        image, label = self.source[self.indices[index]]
+        return self.__getitems__([key])[0]
+
+    def __getitems__(self, keys: Sequence[Key]) -> list[tuple[Tensor, int]]:
+        """Those of a batch: what a DataLoader asks for where there is such a method."""
         # The model's dropout draws from the same generator when no worker process loads.
-        before = torch.get_rng_state()
-        torch.default_generator.manual_seed(mix(self.seed, epoch, index))
+        before, samples = torch.get_rng_state(), []
         try:
-            return self.transform(image), int(label)
+            for epoch, index in keys:
+                image, label = self.source[self.indices[index]]
+                torch.default_generator.manual_seed(self._seed_of(epoch, index))
+                samples.append((self.transform(image), int(label)))
         finally:
             torch.set_rng_state(before)
+        return samples
+
+    def _seed_of(self, epoch: int, index: int) -> int:
+        """Number `index` of those that follow from (seed, epoch): drawn once an epoch."""
+        if epoch != self._drawn_for:
+            generator = np.random.PCG64(mix(self.seed, epoch))
+            self._drawn_for, self._draws = epoch, generator.random_raw(len(self.indices))
+        return int(self._draws[index])
 
 
 def multiples_near(number: int, divisor: int) -> str:
@@ -134,7 +148,7 @@ class BatchStream(IterableDataset[list[Tensor]]):
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
         for keys in islice(self.batches, first, None, step):
-            yield default_collate([self.samples[key] for key in keys])
+            yield default_collate(self.samples.__getitems__(keys))
 
 
 def fixed_batches(samples: int, batch_size: int, rank: int, world_size: int) -> list[list[Key]]:

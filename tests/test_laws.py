@@ -2,17 +2,20 @@
 
 import copy
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from common.data import DataOptions, load_data, make_loaders
-from common.ddp import ParallelOptions, warm_up
+from common.ddp import ParallelOptions, average_in_bf16, micro_batches, warm_up
 from common.errors import InputError, PeerError, StopRequested, TrainingError
 from common.evaluate import Evaluation, evaluate
 from common.group import agreed
@@ -25,7 +28,7 @@ from common.snapshot import read
 from common.stop import StopAgreement
 from common.stream import GlobalBatches
 from recipes.ddp_launch.train import Config, train
-from tests.conftest import Result
+from tests.conftest import Result, need_root
 from tests.pool import Pool, in_group
 
 CPU = torch.device("cpu")
@@ -52,6 +55,69 @@ def test_averaged_gradients_are_the_full_batch_gradients(pool: Pool) -> None:
             for name, expected in full.items():
                 error = (gradients[name] - expected).norm() / expected.norm()
                 assert error < 1e-12, f"{name} on {world_size} ranks: {error:.1e}"
+
+
+def step_gradients(
+    ranks: Ranks, accumulate: int, compression: str, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], int]:
+    """Gradients of one step on a global batch of 24, and how many buckets travelled for it."""
+    seed_everything(0)
+    data = load_data(DataOptions(), 0, ranks)
+    model = build_model(ModelOptions(), data.channels, 10).to(dtype)
+    ddp, travelled = DistributedDataParallel(model), 0
+
+    def count(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        nonlocal travelled
+        travelled += 1
+        hook = average_in_bf16 if compression == "bf16" else allreduce_hook
+        return hook(group, bucket)
+
+    ddp.register_comm_hook(None, count)
+    batches = GlobalBatches(len(data.train), 24, 0, ranks.rank, ranks.world_size)
+    images, labels = zip(*(data.train[key] for key in next(iter(batches))), strict=True)
+    truth = torch.tensor(labels)
+    for part, expected in micro_batches(ddp, torch.stack(images).to(dtype), truth, accumulate):
+        losses = nn.functional.cross_entropy(ddp(part), expected, reduction="none")
+        (losses.sum() / len(truth)).backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return gradients, travelled
+
+
+def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    a, b = (torch.cat([g.flatten().double() for g in of.values()]) for of in (found, expected))
+    return float((a - b).norm() / b.norm())
+
+
+def test_accumulated_gradients_are_the_batchs_and_travel_once(pool: Pool) -> None:
+    (whole, buckets), _ = pool.run(in_group, 2, step_gradients, 1, "none", torch.float64)
+    for accumulate in (2, 6):
+        for parts, travelled in pool.run(
+            in_group, 2, step_gradients, accumulate, "none", torch.float64
+        ):
+            assert travelled == buckets
+            assert relative_error(parts, whole) < 1e-12
+
+
+def test_compressed_gradients_are_rounded_to_bf16(pool: Pool) -> None:
+    (whole, _), _ = pool.run(in_group, 2, step_gradients, 1, "none", torch.float32)
+    (first, _), (second, _) = pool.run(in_group, 2, step_gradients, 1, "bf16", torch.float32)
+    for name, gradient in first.items():
+        assert torch.equal(gradient, second[name]), "every rank takes the same step"
+        assert torch.equal(gradient, gradient.bfloat16().float())
+    assert 1e-4 < relative_error(first, whole) < 2**-8
+
+
+def test_gloos_threads_run_first(pool: Pool) -> None:
+    need_root()
+    for threads in pool.run(in_group, 2, policies):
+        assert {policy for name, policy in threads if "gloo" in name} == {os.SCHED_RR}
+        assert (os.SCHED_OTHER) in {policy for name, policy in threads if "gloo" not in name}
+
+
+def policies(_ranks: Ranks) -> list[tuple[str, int]]:
+    """Name and scheduling policy of every thread of this process."""
+    threads = Path("/proc/self/task").glob("*")
+    return [((t / "comm").read_text(), os.sched_getscheduler(int(t.name))) for t in threads]
 
 
 def evaluated(ranks: Ranks) -> tuple[Evaluation, bool]:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import __main__ as parts
+from benchmarks import network, snapshots
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers.measure import from_stamps, read_stamps, snapshot_step
 from benchmarks.peers.task import (
@@ -125,3 +127,31 @@ def test_the_command_measures(recipe: Recipe, tmp_path: Path) -> None:
         assert len(runs) == 1
         assert runs[0]["val_accuracy"] > 0.2  # it trained
     assert (folder / "peers.png").stat().st_size > 5000
+
+
+def test_the_alpha_beta_model() -> None:
+    """With two ranks all gradients cross each link once; without a limit only alpha is left."""
+    assert network.step_s(0.1, 0.001, 1e6, None) == pytest.approx(0.102)
+    assert network.step_s(0.1, 0.001, 1e6, 8e6) == pytest.approx(1.102)
+    assert network.step_s(0.1, 0.0, 1e6, 8e6, ranks=1000) == pytest.approx(0.1 + 2, rel=0.01)
+
+
+def test_windows_with_a_snapshot_and_without() -> None:
+    steps_s = [1.0] * 200
+    for snapshot in (40, 80, 120, 160):
+        steps_s[snapshot - 1] += 4  # from the end of this step to that of the next
+    assert snapshots.windows(steps_s) == [(24, 20)] * snapshots.PAIRS
+
+
+@pytest.mark.parametrize("part", parts.PARTS)
+def test_the_page_of_a_part_shows_what_was_measured(part: str) -> None:
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    written = page.partition(f"<!-- {part}: written by make bench -->")[2]
+    result = json.loads((ROOT / "benchmarks" / "results" / f"{part}.json").read_text())
+    shown = written.partition(f"<!-- end of {part} -->")[0].strip()
+    assert shown == bench.markdown(result, part)
+
+
+def test_parts_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.attempt(lambda: parts.main(["nothing"])) == 2
+    assert "no part nothing: input, snapshots, network" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from common import snapshot
 from common.errors import InputError, PeerError, TrainingError
 from common.ranks import Ranks
 from common.snapshot import TrainingState
-from tests.conftest import small_disk
+from tests.conftest import small_disk, wait_for
 from tests.pool import Pool, in_group
 
 IDENTITY = {"recipe": "test", "lr": 0.1}
@@ -169,7 +169,7 @@ def test_training_goes_on_while_a_snapshot_is_written(
             state.loss_sum += 1
             expected[state.step] = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
             if state.step == 2:
-                assert began == [1]
+                wait_for(lambda: began == [1])
                 assert not snapshot.list_snapshots(tmp_path), "it returned before it was written"
                 go_on.set()
             state.save(tmp_path, {}, keep=5)

@@ -6,7 +6,6 @@ python -m benchmarks.peers --redraw         renew figure and README.md from the 
 """
 
 import json
-import os
 import shlex
 import statistics
 import subprocess
@@ -21,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.measure import from_stamps, read_stamps, snapshot_step
+from benchmarks.peers.measure import from_stamps, instrumented, read_stamps, snapshot_step
 from benchmarks.peers.task import STEPS_PER_EPOCH, Task
-from common.comparison import fresh_environment, median
+from common.comparison import median
 from common.errors import InputError, TrainingError
 from common.figure import save_figure
 from common.launch import end_with_parent
@@ -61,8 +60,7 @@ def run_once(name: str, task: Task) -> dict[str, Any]:
     Raises:
         TrainingError: it failed, or did something else than was asked for.
     """
-    environment = fresh_environment({**ENVIRONMENT, "PEERS_STAMPS": str(task.folder)})
-    environment["PYTHONPATH"] = f"{HERE / 'inject'}{os.pathsep}{environment['PYTHONPATH']}"
+    environment = instrumented(task.folder, **ENVIRONMENT)
     who = f"{name} on {task.processes} processes"
     aborted = 0
     while True:

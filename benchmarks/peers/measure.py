@@ -1,13 +1,17 @@
 """From the times after each optimizer step to the numbers that are compared."""
 
 import json
+import os
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from common.comparison import fresh_environment
 from common.errors import TrainingError
+
+INJECT = Path(__file__).parent / "inject"
 
 
 def from_stamps(
@@ -49,6 +53,13 @@ def snapshot_step(steps: int, steps_per_epoch: int) -> int:
     middle = steps_per_epoch // 2
     epoch = -(-(steps // 2 + 1 - middle) // steps_per_epoch)
     return epoch * steps_per_epoch + middle
+
+
+def instrumented(folder: Path, **more: str) -> dict[str, str]:
+    """An environment in which every rank leaves its stamps in `folder`."""
+    environment = fresh_environment({**more, "PEERS_STAMPS": str(folder)})
+    environment["PYTHONPATH"] = f"{INJECT}{os.pathsep}{environment['PYTHONPATH']}"
+    return environment
 
 
 def read_stamps(folder: Path, processes: int, steps: int) -> tuple[list[float], int]:

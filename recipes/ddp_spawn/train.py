@@ -23,12 +23,18 @@ if __package__ in (None, ""):  # started as a file: the repository is not on the
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from torch import nn
 from torch.multiprocessing.spawn import start_processes
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from common.data import DataOptions, load_data, make_loaders
-from common.ddp import ParallelOptions, synchronize_batch_norm, warm_up
+from common.ddp import (
+    ParallelOptions,
+    average_in_bf16,
+    micro_batches,
+    synchronize_batch_norm,
+    warm_up,
+)
 from common.evaluate import evaluate
 from common.group import choose_device, process_group
 from common.launch import Child, listen, make_error_file, run_rank, supervise
@@ -59,7 +65,7 @@ class Config:
 
 def train(config: Config, ranks: Ranks) -> None:
     """Train as one rank of the run, whose folder is `config.run.output_dir`."""
-    options, seed = config.optimizer, config.run.seed
+    options, parallel, seed = config.optimizer, config.parallel, config.run.seed
     set_up_logs(ranks)
 
     # seed
@@ -77,21 +83,25 @@ def train(config: Config, ranks: Ranks) -> None:
         batches, loader, val_loader = make_loaders(
             data, config.data, batch_size, seed, ranks, device, dtype, run.folder
         )
+        micro_batch_size = parallel.micro_batch_size(batches.batch_size_per_rank)
 
         # model
         model = prepare_model(config.model, data)
         model.to(device, dtype)
 
         # parallelise
-        if config.parallel.sync_bn:
+        if parallel.sync_bn:
             model = synchronize_batch_norm(model, device)
         # Sends rank 0's weights to all ranks, and averages gradients while backward() runs.
         ddp = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
+            bucket_cap_mb=parallel.bucket_mb,
             gradient_as_bucket_view=True,  # saves one copy of the gradients
         )
-        if shards := config.parallel.virtual_ranks:  # the same bits on any number of processes
+        if parallel.gradient_compression == "bf16":
+            ddp.register_comm_hook(None, average_in_bf16)
+        if shards := parallel.virtual_ranks:  # the same bits on any number of processes
             use_virtual_ranks(ddp, shards, batch_size, config.run, lambda: loop.state.step)
 
         # optimizer
@@ -110,20 +120,22 @@ def train(config: Config, ranks: Ranks) -> None:
         set_train_mode(model)
         # A resumed run must add gradients up in the same order as one that was never stopped.
         image, _ = data.train[(0, 0)]
-        warm_up(ddp, loader.prepare(image), batches.batch_size_per_rank, autocast)
+        warm_up(ddp, loader.prepare(image), micro_batch_size, autocast)
 
         # loop
         for _epoch in loop.epochs():
             for images, labels in loop.batches(loader):
                 for group in optimizer.param_groups:
                     group["lr"] = loop.lr
-                with autocast:
-                    losses = nn.functional.cross_entropy(ddp(images), labels, reduction="none")
-                scaler.scale(losses.mean()).backward()
+                losses = []
+                for part, truth in micro_batches(ddp, images, labels, parallel.accumulate):
+                    with autocast:
+                        losses.append(cross_entropy(ddp(part), truth, reduction="none"))
+                    scaler.scale(losses[-1].sum() / len(labels)).backward()
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad(set_to_none=True)
-                loop.after_step(losses)
+                loop.after_step(torch.cat(losses))
             # The model inside: ddp's forward would wait for its peers.
             result = evaluate(model, val_loader, len(data.val), device)
             loop.after_epoch(result, model.state_dict())

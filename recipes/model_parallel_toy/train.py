@@ -30,6 +30,7 @@ if __package__ in (None, ""):  # started as a file: the repository is not on the
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
@@ -39,7 +40,13 @@ from common.data import Arrays, Data, DataOptions, load_data, make_loaders
 from common.ddp import warm_up
 from common.errors import InputError
 from common.evaluate import evaluate
-from common.group import choose_device, choose_devices, gather_to_rank_0, process_group
+from common.group import (
+    choose_device,
+    choose_devices,
+    gather_to_rank_0,
+    gloo_runs_first,
+    process_group,
+)
 from common.loop import Loop
 from common.models import ModelOptions, build_model
 from common.optim import OptimizerOptions
@@ -262,8 +269,9 @@ def train(config: Config, ranks: Ranks) -> None:
         replicas = parallel.data_parallel
         mesh, replica, data_group = None, 0, None
         if parallel.in_processes:  # ranks 0 to stages - 1 are the first pipeline
-            mesh = init_device_mesh(device.type, (replicas, parallel.stages),
-                                    mesh_dim_names=("data", "stage"))  # fmt: skip
+            with gloo_runs_first(dist.get_backend()):
+                mesh = init_device_mesh(device.type, (replicas, parallel.stages),
+                                        mesh_dim_names=("data", "stage"))  # fmt: skip
             replica, data_group = mesh.get_local_rank("data"), mesh.get_group("data")
 
         # data

@@ -1,0 +1,115 @@
+"""Photos from JPEG files to normalised batches, beside the classic pipeline of Pillow."""
+
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_images
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchvision import transforms
+from torchvision.datasets import ImageFolder
+
+from common.comparison import in_turn, run_fresh
+from common.data import IMAGENET_MEAN, IMAGENET_STD, DataOptions, load_data, make_loaders
+from common.figure import save_figure
+from common.group import process_group
+from common.ranks import Ranks
+
+PHOTOS, BATCH_SIZE, WORKERS, EPOCHS = 480, 32, 2, 4
+VARIANTS = ("classic", "ours")
+CPU = torch.device("cpu")
+CLASSIC = transforms.Compose([
+    transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip(), transforms.ToTensor(),
+    transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
+])  # fmt: skip
+
+
+def write_photos(root: Path) -> None:
+    """JPEG files of 500x375 px: parts of the two photos that scikit-learn holds."""
+    random, photos = np.random.default_rng(0), load_sample_images().images
+    for part, count in (("train", PHOTOS), ("val", 8)):
+        for number in range(count):
+            whole = Image.fromarray(photos[number % 2])
+            width = int(random.integers(400, 560))
+            height = width * 3 // 4
+            left = int(random.integers(0, whole.width - width))
+            top = int(random.integers(0, whole.height - height))
+            path = root / part / f"class_{number % 4}" / f"{number:04d}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            crop = whole.crop((left, top, left + width, top + height))
+            crop.resize((500, 375), Image.Resampling.LANCZOS).save(path, quality=85)
+
+
+def samples_per_s(batches: Iterable[Sequence[Tensor]]) -> float:
+    """Over some epochs, after one in which the loading processes start."""
+    count = sum(len(images) for images, _ in batches)
+    start_s = time.perf_counter()
+    count = sum(len(images) for _ in range(EPOCHS) for images, _ in batches)
+    return count / (time.perf_counter() - start_s)
+
+
+def run_variant(variant: str, root: Path) -> float:
+    """Load and normalise with nothing else to do [samples/s]."""
+    torch.set_num_threads(1)
+    if variant == "classic":
+        return samples_per_s(
+            DataLoader(ImageFolder(root / "train", CLASSIC), BATCH_SIZE, shuffle=True,
+                       drop_last=True, num_workers=WORKERS, persistent_workers=True)
+        )  # fmt: skip
+    options = DataOptions("imagefolder", root, verify_images=False, num_workers=WORKERS)
+    with process_group(Ranks(), CPU, "gloo", 60):
+        data = load_data(options, 0, Ranks())
+        _, batches, _ = make_loaders(
+            data, options, BATCH_SIZE, 0, Ranks(), CPU, torch.float32, root
+        )
+        return samples_per_s(batches)
+
+
+def measure(folder: Path, rounds: int) -> dict[str, Any]:
+    """Both pipelines in turn, each in a fresh process."""
+    write_photos(folder)
+
+    def one(variant: str, _round: int) -> float:
+        return float(run_fresh("benchmarks.input", [variant, folder]).split()[-1])
+
+    runs = in_turn(VARIANTS, one, rounds)
+    ratios = sorted(ours / classic for ours, classic in zip(runs["ours"], runs["classic"],
+                                                            strict=True))  # fmt: skip
+    spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+    names = {"classic": "open, RandomResizedCrop, flip, ToTensor, Normalize with Pillow's images",
+             "ours": "`--data imagefolder`"}  # fmt: skip
+    rows = [[names[name], f"{statistics.median(found):,.0f}", spread if name == "ours" else "1"]
+            for name, found in runs.items()]  # fmt: skip
+    table = {
+        "title": f"JPEG files of 500x375 px to normalised batches of {BATCH_SIZE} at 224 px, "
+        f"{WORKERS} loading processes, nothing else to do; median (least to most) of {rounds} "
+        "rounds in turn.",
+        "columns": ["", "samples/s", "against the classic pipeline"],
+        "rows": rows,
+    }
+    return {"tables": [table], "runs": runs}
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Every run a point."""
+
+    def plot(axes: Any) -> None:
+        for place, (name, speeds) in enumerate(result["runs"].items()):
+            axes.plot(speeds, [place] * len(speeds), "o", alpha=0.5)
+            axes.plot(statistics.median(speeds), place, "k|", markersize=20, label=name)
+        axes.set_yticks(range(len(result["runs"])), list(result["runs"]))
+        axes.set(xlabel="samples/s", ylim=(-0.5, 1.5))
+        axes.set_xlim(left=0)
+
+    save_figure(path, plot)
+
+
+if __name__ == "__main__":
+    print(run_variant(sys.argv[1], Path(sys.argv[2])))
