@@ -148,7 +148,7 @@ def process_group(
     timeout = datetime.timedelta(seconds=timeout_s)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with gloo_runs_first(name):
+    with gloo_does_not_disturb(name):
         if ranks.world_size == 1:
             store: dist.Store = dist.HashStore()
         else:
@@ -173,21 +173,21 @@ def process_group(
 
 
 @contextmanager
-def gloo_runs_first(backend: str) -> Iterator[None]:
-    """Gloo's threads, which the block starts, need not wait for a busy core, where we may say so.
+def gloo_does_not_disturb(backend: str) -> Iterator[None]:
+    """Have gloo's threads, which the block starts, count as background work for the scheduler.
 
-    They compute next to nothing, but a message for a rank on a busy core waits for one of them; on
-    a kernel with lazy preemption until the next tick, 4 ms. Takes root, CAP_SYS_NICE or a real-time
-    limit (ulimit -r); without it they wait as before. Nothing is done for other backends.
+    One of them spins while it waits. Where cores are few it takes one from a rank that computes,
+    or keeps a rank's other threads off an idle one until the kernel's next tick, 4 ms. As batch
+    work it gives way; nobody needs a right for that. Nothing is done for other backends.
 
-    Source: Linux, sched(7), SCHED_RR; "lazy preemption" of 6.13.
+    Source: Linux, sched(7), SCHED_BATCH.
     """
     tasks = Path("/proc/self/task")
     before = set(tasks.glob("*"))
     yield
     for thread in set(tasks.glob("*")) - before if backend == "gloo" else ():
         with suppress(OSError):
-            os.sched_setscheduler(int(thread.name), os.SCHED_RR, os.sched_param(1))
+            os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
 
 
 def keep_until_exit(group: dist.ProcessGroup | None) -> None:

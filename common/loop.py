@@ -79,8 +79,7 @@ class Loop:
 
     def epochs(self) -> Iterator[int]:
         """Epochs still to do, from 0; each has its `batches` and ends with `after_epoch`."""
-        gc.freeze()  # all that was imported stays: no collection looks at it again
-        gc.set_threshold(700, 10, 10)
+        gc.set_threshold(700, 10, 10)  # as it is in Python
         self._stop, self._speed = StopAgreement(), Throughput(self.run.devices)
         self._progress = progress_bar(self.last_step, self.state.step, self.run.ranks)
         while True:

@@ -30,7 +30,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import InputError
-from common.group import gloo_runs_first, keep_until_exit
+from common.group import gloo_does_not_disturb, keep_until_exit
 from common.record import RunOptions
 from common.seeds import seed_torch
 from common.stream import multiples_near
@@ -95,7 +95,7 @@ class Tree:
         distance = 1
         while distance < world_size:
             pairs = [[r, r + distance] for r in range(world_size) if not r & distance]
-            with gloo_runs_first(dist.get_backend()):
+            with gloo_does_not_disturb(dist.get_backend()):
                 mine, _ = dist.new_subgroups_by_enumeration(pairs, timeout=timeout)
             assert isinstance(mine, dist.ProcessGroup)
             self._partners.append(mine)

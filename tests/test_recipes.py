@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -461,9 +461,9 @@ def test_the_recommendation_is_the_smallest_that_nothing_beats() -> None:
 class Slow(Samples):
     """A sample takes two milliseconds of waiting, as for a disk."""
 
-    def __getitem__(self, key: Key) -> tuple[Tensor, int]:
-        time.sleep(0.002)
-        return super().__getitem__(key)
+    def __getitems__(self, keys: Sequence[Key]) -> list[tuple[Tensor, int]]:
+        time.sleep(0.002 * len(keys))
+        return super().__getitems__(keys)
 
 
 def test_what_is_measured_is_loading_and_not_what_was_loaded_before() -> None:

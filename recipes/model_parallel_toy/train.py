@@ -44,7 +44,7 @@ from common.group import (
     choose_device,
     choose_devices,
     gather_to_rank_0,
-    gloo_runs_first,
+    gloo_does_not_disturb,
     process_group,
 )
 from common.loop import Loop
@@ -269,7 +269,7 @@ def train(config: Config, ranks: Ranks) -> None:
         replicas = parallel.data_parallel
         mesh, replica, data_group = None, 0, None
         if parallel.in_processes:  # ranks 0 to stages - 1 are the first pipeline
-            with gloo_runs_first(dist.get_backend()):
+            with gloo_does_not_disturb(dist.get_backend()):
                 mesh = init_device_mesh(device.type, (replicas, parallel.stages),
                                         mesh_dim_names=("data", "stage"))  # fmt: skip
             replica, data_group = mesh.get_local_rank("data"), mesh.get_group("data")
