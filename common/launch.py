@@ -5,6 +5,7 @@ status into 1 and dies of SIGUSR1, so that a scheduler cannot tell "stopped, run
 from "failed"; hence these hundred lines. They import no torch: the ranks start at once.
 """
 
+import atexit
 import contextlib
 import ctypes
 import errno
@@ -18,12 +19,13 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from common import hints
 from common.errors import (
@@ -356,6 +358,21 @@ def run_rank(body: Callable[[], Any], ranks: Ranks) -> int:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for child in multiprocessing.active_children():
             child.kill()
+
+
+def end_process(status: int) -> NoReturn:
+    """End this process as sys.exit does, but leave its memory to the kernel.
+
+    While Python takes itself apart, a thread of gloo's that comes to drop what its last collective
+    left finds no interpreter, and aborts the process ("terminate called without an active
+    exception", torch 2.15). Handlers run and threads are waited for as ever.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # among them who writes a snapshot
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):  # nobody reads any more
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
 
 
 def report(error: Exception, ranks: Ranks) -> int:

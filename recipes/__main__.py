@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from common.errors import STATUS_BAD_INPUT, InputError
-from common.launch import die_with_parent, report, stop_at_once
+from common.launch import die_with_parent, end_process, report, stop_at_once
 from common.ranks import Ranks
 from common.stack import check_environment
 from recipes import cli
@@ -58,4 +58,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

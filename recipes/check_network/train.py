@@ -41,6 +41,7 @@ from common.group import (
     interface_towards,
     process_group,
 )
+from common.launch import end_process
 from common.manifest import describe_run
 from common.measure import synchronize
 from common.ranks import Ranks
@@ -237,4 +238,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

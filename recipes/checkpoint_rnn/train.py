@@ -40,6 +40,7 @@ from torch.utils.data import DataLoader
 from common.data import Data
 from common.evaluate import Evaluation
 from common.group import choose_device, process_group
+from common.launch import end_process
 from common.loop import Loop
 from common.measure import PeakMemory
 from common.optim import OptimizerOptions
@@ -309,4 +310,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -35,6 +35,7 @@ from common.ddp import (
 )
 from common.evaluate import evaluate
 from common.group import choose_device, process_group
+from common.launch import end_process
 from common.loop import Loop
 from common.models import ModelOptions, prepare_model, set_train_mode
 from common.optim import OptimizerOptions
@@ -147,4 +148,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

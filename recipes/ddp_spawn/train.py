@@ -37,7 +37,7 @@ from common.ddp import (
 )
 from common.evaluate import evaluate
 from common.group import choose_device, process_group
-from common.launch import Child, listen, make_error_file, run_rank, supervise
+from common.launch import Child, end_process, listen, make_error_file, run_rank, supervise
 from common.loop import Loop
 from common.models import ModelOptions, prepare_model, set_train_mode
 from common.optim import OptimizerOptions
@@ -153,7 +153,7 @@ def worker(local_rank: int, config: Config, nproc: int, store: socket) -> None:
         local_rank, local_rank, nproc, nproc, "spawn", address, port,
         listen_fd=store.fileno() if local_rank == 0 else None,
     )  # fmt: skip
-    sys.exit(run_rank(lambda: train(config, ranks), ranks))
+    end_process(run_rank(lambda: train(config, ranks), ranks))
 
 
 def spawn(config: Config, nproc: int) -> int:
@@ -175,4 +175,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

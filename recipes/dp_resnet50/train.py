@@ -34,6 +34,7 @@ from common.ddp import warm_up
 from common.errors import InputError
 from common.evaluate import evaluate
 from common.group import choose_device, process_group
+from common.launch import end_process
 from common.loop import Loop
 from common.measure import Utilization, peak_memory_bytes
 from common.models import ModelOptions, build_model, prepare_model, set_train_mode
@@ -203,4 +204,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -34,6 +34,7 @@ from common.data import DataOptions, load_data, make_loaders
 from common.errors import InputError
 from common.evaluate import evaluate
 from common.group import choose_devices, process_group
+from common.launch import end_process
 from common.loop import Loop
 from common.optim import OptimizerOptions
 from common.ranks import Ranks
@@ -245,4 +246,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

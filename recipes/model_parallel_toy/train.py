@@ -47,6 +47,7 @@ from common.group import (
     gloo_does_not_disturb,
     process_group,
 )
+from common.launch import end_process
 from common.loop import Loop
 from common.models import ModelOptions, build_model
 from common.optim import OptimizerOptions
@@ -350,4 +351,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

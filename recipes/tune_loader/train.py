@@ -33,6 +33,7 @@ from common.data import DataOptions, load_data
 from common.figure import save_figure
 from common.group import choose_device, process_group
 from common.hints import SHARED_MEMORY_HINT
+from common.launch import end_process
 from common.loader_tuning import (
     counts,
     done,
@@ -189,4 +190,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())
