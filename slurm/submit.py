@@ -28,6 +28,7 @@ from submitit.helpers import DelayedSubmission
 from submitit.slurm.slurm import _make_sbatch_string
 
 from common.errors import STATUS_BAD_INPUT, STATUS_STOPPED, InputError
+from common.launch import end_process
 from recipes import cli
 from recipes.__main__ import recipes
 
@@ -64,13 +65,13 @@ class Train:
                 signal.raise_signal(signal.SIGUSR2)
             except (OSError, subprocess.SubprocessError) as error:
                 if getattr(error, "returncode", 1) < 0:  # the requeue kills what asked for it, too
-                    sys.exit(status)
+                    end_process(status)
                 print(f"stopped, and not requeued here ({error}); to go on, submit the same with "
                       f"--output-dir {shlex.quote(str(self.folder))} after the --")  # fmt: skip
-                sys.exit(status)
+                end_process(status)
             time.sleep(60)  # not rank 0: the requeue ends this task
         if status:
-            sys.exit(status)
+            end_process(status)
 
     def checkpoint(self) -> DelayedSubmission | None:
         """What the requeued job calls; None, and so no requeue, where restarts lead nowhere."""

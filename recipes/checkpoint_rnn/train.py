@@ -100,7 +100,7 @@ class Config:
     network: RecurrentOptions = field(default_factory=RecurrentOptions)
     optimizer: OptimizerOptions = field(
         default_factory=partial(
-            OptimizerOptions, epochs=12, global_batch_size=64, lr=0.02, momentum=0, weight_decay=0
+            OptimizerOptions, epochs=20, global_batch_size=64, lr=0.02, momentum=0, weight_decay=0
         )
     )
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)

@@ -10,7 +10,7 @@ anything that runs for long use ddp_launch. With fewer than two GPUs it replicat
     docker run --gpus all IMAGE dp_resnet50                          the same in the image
     srun --ntasks 1 --gpus 4 python -m recipes dp_resnet50           one Slurm task with all GPUs
 
-The default takes about 60 s on 2 CPU cores and reaches a validation accuracy of 0.95.
+The default takes about 60 s on 2 CPU cores and reaches a validation accuracy of 0.93.
 
 Source: PyTorch, "torch.nn.DataParallel"; linear scaling and warm-up: Goyal et al. 2017
 (arXiv 1706.02677), section 2.
