@@ -28,7 +28,6 @@ from submitit.helpers import DelayedSubmission
 from submitit.slurm.slurm import _make_sbatch_string
 
 from common.errors import STATUS_BAD_INPUT, STATUS_STOPPED, InputError
-from common.launch import end_process
 from recipes import cli
 from recipes.__main__ import recipes
 
@@ -51,6 +50,7 @@ class Train:
     def __call__(self) -> None:
         """Run the recipe as one rank; ends the process with its status unless that is 0."""
         sys.path.insert(0, str(ROOT))  # this object was pickled by value, its modules were not
+        from common.launch import end_process
         from recipes.__main__ import main
 
         command = [self.recipe, *self.options, "--output-dir", str(self.folder)]
