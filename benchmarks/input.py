@@ -20,6 +20,7 @@ from common.comparison import in_turn, run_fresh
 from common.data import IMAGENET_MEAN, IMAGENET_STD, DataOptions, load_data, make_loaders
 from common.figure import save_figure
 from common.group import process_group
+from common.launch import keep_freed_memory
 from common.ranks import Ranks
 
 PHOTOS, BATCH_SIZE, WORKERS, EPOCHS = 480, 32, 2, 4
@@ -63,6 +64,7 @@ def run_variant(variant: str, root: Path) -> float:
             DataLoader(ImageFolder(root / "train", CLASSIC), BATCH_SIZE, shuffle=True,
                        drop_last=True, num_workers=WORKERS, persistent_workers=True)
         )  # fmt: skip
+    keep_freed_memory()  # as every rank does
     options = DataOptions("imagefolder", root, verify_images=False, num_workers=WORKERS)
     with process_group(Ranks(), CPU, "gloo", 60):
         data = load_data(options, 0, Ranks())
