@@ -127,19 +127,12 @@ venv: ## Make the environment from the stack's lock (run and test do it when it 
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check --require-hashes -r $(LOCK); \
 	cp $(LOCK) $(VENV)/lock.txt; }
 
-venv-dev: venv
-	@cmp -s docker/stacks/dev.txt $(VENV)/lock-dev.txt || { set -e; \
-	echo "adding docker/stacks/dev.txt to $(VENV)"; \
+venv-dev venv-peers: venv-%: venv
+	@cmp -s docker/stacks/$*.txt $(VENV)/lock-$*.txt || { set -e; \
+	echo "adding docker/stacks/$*.txt to $(VENV)"; \
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check --require-hashes \
-		-r $(LOCK) -r docker/stacks/dev.txt; \
-	cp docker/stacks/dev.txt $(VENV)/lock-dev.txt; }
-
-venv-peers: venv
-	@cmp -s docker/stacks/peers.txt $(VENV)/lock-peers.txt || { set -e; \
-	echo "adding docker/stacks/peers.txt to $(VENV)"; \
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check --require-hashes \
-		-r $(LOCK) -r docker/stacks/peers.txt; \
-	cp docker/stacks/peers.txt $(VENV)/lock-peers.txt; }
+		-r $(LOCK) -r docker/stacks/$*.txt; \
+	cp docker/stacks/$*.txt $(VENV)/lock-$*.txt; }
 
 UV_LOCK = $(PYTHON) -m uv pip compile --quiet --upgrade --universal --python-version 3.11 \
 	--generate-hashes --no-annotate --no-header --no-emit-index-url --no-emit-find-links

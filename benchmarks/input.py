@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-from common.comparison import in_turn, run_fresh
+from common.comparison import in_turn, run_fresh, spread
 from common.data import IMAGENET_MEAN, IMAGENET_STD, DataOptions, load_data, make_loaders
 from common.figure import save_figure
 from common.group import process_group
@@ -50,7 +50,8 @@ def write_photos(root: Path) -> None:
 
 def samples_per_s(batches: Iterable[Sequence[Tensor]]) -> float:
     """Over some epochs, after one in which the loading processes start."""
-    count = sum(len(images) for images, _ in batches)
+    for _ in batches:
+        pass
     start_s = time.perf_counter()
     count = sum(len(images) for _ in range(EPOCHS) for images, _ in batches)
     return count / (time.perf_counter() - start_s)
@@ -82,13 +83,11 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
         return float(run_fresh("benchmarks.input", [variant, folder]).split()[-1])
 
     runs = in_turn(VARIANTS, one, rounds)
-    ratios = sorted(ours / classic for ours, classic in zip(runs["ours"], runs["classic"],
-                                                            strict=True))  # fmt: skip
-    spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+    ratios = [ours / classic for ours, classic in zip(runs["ours"], runs["classic"], strict=True)]
     names = {"classic": "open, RandomResizedCrop, flip, ToTensor, Normalize with Pillow's images",
              "ours": "`--data imagefolder`"}  # fmt: skip
-    rows = [[names[name], f"{statistics.median(found):,.0f}", spread if name == "ours" else "1"]
-            for name, found in runs.items()]  # fmt: skip
+    rows = [[names[name], f"{statistics.median(found):,.0f}",
+             spread(ratios) if name == "ours" else "1"] for name, found in runs.items()]  # fmt: skip
     table = {
         "title": f"JPEG files of 500x375 px to normalised batches of {BATCH_SIZE} at 224 px, "
         f"{WORKERS} loading processes, nothing else to do; median (least to most) of {rounds} "

@@ -9,14 +9,13 @@ section 3; Linux, tc-tbf(8).
 """
 
 import json
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.comparison import fresh_environment, in_turn, median
+from common.comparison import fresh_environment, in_turn, median, spread
 from common.errors import TrainingError
 from common.figure import save_figure
 from common.models import ModelOptions, build_model
@@ -116,8 +115,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
 def ratios(runs: dict[str, Any], case: str, other: str) -> str:
     """Samples/s over another case's of the same round: median (least to most)."""
     pairs = zip(runs[case], runs[other], strict=True)
-    found = sorted(one["samples_per_s"] / theirs["samples_per_s"] for one, theirs in pairs)
-    return f"{statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
+    return spread([one["samples_per_s"] / theirs["samples_per_s"] for one, theirs in pairs])
 
 
 def measured(runs: dict[str, Any], rounds: int) -> dict[str, Any]:

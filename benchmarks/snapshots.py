@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.measure import instrumented
+from common.comparison import spread
 from common.errors import TrainingError
 from common.figure import save_figure
 from common.ranks import Ranks
@@ -66,12 +67,11 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
             runs.append(run_once(folder / str(number)))
             bar.update()
     pairs = [pair for run in runs for pair in windows(run["steps_s"])]
-    shares = sorted(100 * (with_one / without - 1) for with_one, without in pairs)
+    shares = [100 * (with_one / without - 1) for with_one, without in pairs]
     copies = [run["steps_s"][4 * WINDOW - 1] - statistics.median(run["steps_s"]) for run in runs]
     step_s = statistics.median(second for run in runs for second in run["steps_s"])
     row = [mebibytes(runs[0]["snapshot_bytes"]), f"{step_s:.2f}",
-           f"{statistics.median(shares):.1f} ({shares[0]:.1f} to {shares[-1]:.1f})",
-           f"{1000 * statistics.median(copies):.0f}"]  # fmt: skip
+           spread(shares, digits=1), f"{1000 * statistics.median(copies):.0f}"]  # fmt: skip
     table = {
         "title": f"ResNet-50 with momentum at 160 px on 2 processes, a snapshot every {WINDOW} "
         f"steps; median (least to most) of {len(pairs)} pairs of {WINDOW} steps with and without.",

@@ -111,6 +111,13 @@ def in_turn(
     return found
 
 
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """Median (least to most), for a table."""
+    numbers = (statistics.median(values), min(values), max(values))
+    middle, least, most = (f"{number:.{digits}f}" for number in numbers)
+    return f"{middle} ({least} to {most})"
+
+
 def median(runs: Sequence[Mapping[str, Any]], key: str) -> float:
     """Median of a number over the rounds of one variant."""
     return float(statistics.median(run[key] for run in runs))

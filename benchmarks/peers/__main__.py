@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.peers.measure import from_stamps, instrumented, read_stamps, snapshot_step
 from benchmarks.peers.task import STEPS_PER_EPOCH, Task
-from common.comparison import median
+from common.comparison import median, spread
 from common.errors import InputError, TrainingError
 from common.figure import save_figure
 from common.launch import end_with_parent
@@ -130,9 +130,9 @@ def tables(runs: dict[str, dict[str, list[Any]]]) -> list[dict[str, Any]]:
         rows = []
         for name, own in by_name.items():
             ratios = relative(by_name, name)
-            spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
             rows.append([name, f"{median(own, 'start_up_s'):.2f}",
-                         f"{median(own, 'steps_per_s'):.1f}", "1" if name == first else spread,
+                         f"{median(own, 'steps_per_s'):.1f}",
+                         "1" if name == first else spread(ratios),
                          f"{1000 * median(own, 'snapshot_s'):.1f}",
                          f"{1000 * median(own, 'boundary_s'):.1f}",
                          mebibytes(median(own, "peak_bytes")), f"{median(own, 'total_s'):.1f}",

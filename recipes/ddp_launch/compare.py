@@ -1,14 +1,13 @@
 """Seconds an epoch over 1, 2, 4 and 8 processes on this machine, and what the same bits cost."""
 
 import os
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from common.comparison import in_turn, median, run_recipe
+from common.comparison import in_turn, median, run_recipe, spread
 from common.figure import save_figure
 from common.record import mebibytes
 
@@ -76,10 +75,7 @@ def ratios(cases: dict[str, Any], model: str, way: str) -> list[float]:
 
 def ratio_in_words(cases: dict[str, Any], model: str, way: str) -> str:
     """Median, least and most."""
-    found = ratios(cases, model, way)
-    if way == next(iter(WAYS)):
-        return "1"
-    return f"{statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
+    return "1" if way == next(iter(WAYS)) else spread(ratios(cases, model, way))
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
