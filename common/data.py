@@ -4,8 +4,8 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common import image_folder
@@ -23,7 +24,14 @@ from common.loader_tuning import choose_num_workers, most_workers
 from common.prefetch import DeviceBatches
 from common.ranks import Ranks
 from common.seeds import mix
-from common.stream import EVAL_BATCH_SIZE, GlobalBatches, Samples, fixed_batches, make_loader
+from common.stream import (
+    EVAL_BATCH_SIZE,
+    GlobalBatches,
+    Key,
+    Samples,
+    fixed_batches,
+    make_loader,
+)
 
 log = logging.getLogger("recipes")
 
@@ -168,15 +176,13 @@ def _open(options: DataOptions, seed: int, ranks: Ranks) -> Data:
         images = (torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16 - 0.305) / 0.376
         order = np.random.Generator(np.random.PCG64(mix(seed))).permutation(len(images)).tolist()
         arrays = Arrays(_resized(images, options.image_size), labels)
-        cut, names = len(order) * 4 // 5, [str(n) for n in range(10)]
-        return _data(arrays, order[:cut], order[cut:], _shift, _same, seed, names, arrays.digest())
+        cut = len(order) * 4 // 5
+        return _arrays_data(arrays, order[:cut], order[cut:], seed)
     if options.data == "fake":
         images, labels = _fake_images(options.image_size or 32)
         arrays, count = Arrays(images, labels), len(labels)
-        cut, names = count * 4 // 5, [str(n) for n in range(10)]
-        return _data(
-            arrays, range(cut), range(cut, count), _shift, _same, seed, names, arrays.digest()
-        )
+        cut = count * 4 // 5
+        return _arrays_data(arrays, range(cut), range(cut, count), seed)
     if options.data_path is None or not options.data_path.is_dir():
         raise InputError(f"--data-path {options.data_path} is not a folder")
     if options.data == "imagefolder":
@@ -184,20 +190,13 @@ def _open(options: DataOptions, seed: int, ranks: Ranks) -> Data:
     return _torchvision(options, seed)
 
 
-def _data(
-    source: Any,
-    train: Sequence[int],
-    val: Sequence[int],
-    train_transform: Callable[[Any], Tensor],
-    val_transform: Callable[[Any], Tensor],
-    seed: int,
-    names: list[str],
-    fingerprint: str,
-) -> Data:
-    training = Samples(source, train, train_transform, seed)
-    validation = Samples(source, val, val_transform, seed)
-    channels, side, _ = validation[(0, 0)][0].shape
-    return Data(training, validation, names, channels, side, fingerprint)
+def _arrays_data(arrays: "Arrays", train: Sequence[int], val: Sequence[int], seed: int) -> Data:
+    validation = Samples(arrays, val, _same, seed)
+    channels, side, _ = arrays.images[0].shape
+    names = [str(number) for number in range(10)]
+    return Data(
+        ShiftedSamples(arrays, train, seed), validation, names, channels, side, arrays.digest()
+    )
 
 
 def _digits() -> tuple[Any, Any]:
@@ -217,26 +216,52 @@ class Arrays:
     """Images (count, channels, height, width) or other float32 inputs, and labels, in memory."""
 
     def __init__(self, images: Tensor, labels: Any) -> None:
-        self.images, self.labels = images, [int(label) for label in labels]
+        self.images, self.labels = images, torch.as_tensor(labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.images[index], self.labels[index]
+        return self.images[index], int(self.labels[index])
 
     def digest(self) -> str:
         """SHA-256 over all of it."""
-        return hashlib.sha256(self.images.numpy().tobytes() + bytes(self.labels)).hexdigest()
+        return hashlib.sha256(
+            self.images.numpy().tobytes() + bytes(self.labels.tolist())
+        ).hexdigest()
 
 
 def _same(image: Tensor) -> Tensor:
     return image
 
 
-def _shift(image: Tensor) -> Tensor:
-    """Move by up to an eighth of the side, each way, filling with the darkest value."""
-    reach = max(1, image.shape[-1] // 8)
-    down, right = torch.randint(0, 2 * reach + 1, (2,)).tolist()
-    padded = torch.nn.functional.pad(image, [reach] * 4, value=float(image.min()))
-    return padded[:, down : down + image.shape[1], right : right + image.shape[2]]
+class ShiftedSamples(Samples):
+    """Images in memory, each `shifted` by what its key draws, a batch at once."""
+
+    def __init__(self, source: Arrays, indices: Sequence[int], seed: int) -> None:
+        super().__init__(source, indices, _same, seed)
+
+    def __getitems__(self, keys: Sequence[Key]) -> list[Tensor]:
+        """Images and classes of a batch, of one epoch."""
+        places = [self.indices[index] for _, index in keys]
+        images = shifted(self.source.images[places], self.seeds_of(keys))
+        return [images, self.source.labels[places]]
+
+
+def shifted(images: Tensor, draws: NDArray[np.uint64]) -> Tensor:
+    """Images moved by up to an eighth of the side, each way, filled with each one's darkest value.
+
+    Args:
+        images: (samples, channels, height, width).
+        draws: a random number for each.
+    """
+    count, channels, height, width = images.shape
+    reach = max(1, width // 8)
+    ways = 2 * reach + 1  # of 2^64 numbers: none of them is likelier by more than 10^-16
+    down, right = (torch.from_numpy((draws // n % ways).astype(np.int64)) for n in (1, ways))
+    padded = images.amin((1, 2, 3), keepdim=True).repeat(
+        1, channels, height + 2 * reach, width + 2 * reach
+    )
+    padded[:, :, reach:-reach, reach:-reach] = images
+    windows = padded.unfold(2, height, 1).unfold(3, width, 1)
+    return windows[torch.arange(count), :, down, right]
 
 
 def _resized(images: Tensor, size: int | None) -> Tensor:
@@ -301,5 +326,8 @@ def _image_folder(options: DataOptions, seed: int, ranks: Ranks) -> Data:
     plain = partial(image_folder.center_crop, side=side)
     source = image_folder.ImageFiles(files)
     fingerprint = hashlib.sha256(json.dumps(listing).encode()).hexdigest()
-    data = _data(source, train, val, augment, plain, seed, names, fingerprint)
-    return replace(data, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    training = Samples(source, train, augment, seed)
+    validation = Samples(source, val, plain, seed)
+    return Data(
+        training, validation, names, 3, side, fingerprint, mean=IMAGENET_MEAN, std=IMAGENET_STD
+    )

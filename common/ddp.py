@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import InputError
@@ -73,6 +74,17 @@ class ParallelOptions:
         return batch_size_per_rank // self.accumulate
 
 
+def average_otherwise(ddp: DistributedDataParallel, options: ParallelOptions) -> None:
+    """Let `ddp` average gradients otherwise than by an all-reduce of each bucket, where it should.
+
+    Virtual ranks bring their own way.
+    """
+    if options.gradient_compression == "bf16":
+        ddp.register_comm_hook(None, average_in_bf16)
+    elif dist.get_world_size() == 1 and not options.virtual_ranks:
+        ddp.register_comm_hook(None, noop_hook)  # nobody to average with
+
+
 def micro_batches(
     ddp: DistributedDataParallel, images: Tensor, labels: Tensor, count: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -132,7 +144,7 @@ def warm_up(
     with left_as_it_was(model):
         try:
             with autocast or contextlib.nullcontext():
-                logits = model(image.expand(batch_size, *image.shape))
+                logits = model(image.repeat(batch_size, 1, 1, 1))
         except ValueError as error:
             raise InputError(
                 f"a batch of {batch_size} samples of {tuple(image.shape)}: {error}"

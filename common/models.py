@@ -1,6 +1,8 @@
 """Models by name, and what is easy to get silently wrong about them: norms, weights, freezing."""
 
 import logging
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +38,11 @@ class ModelOptions:
     """A state_dict to start from; entries whose shape differs are named and left out."""
     freeze_layers: bool = False
     """Train the last layer only."""
+    channels_last: bool = False
+    """Keep the channels of a pixel side by side in memory, which most convolutions prefer."""
+    compile: bool = False
+    """Train the model as torch.compile makes it: a minute at the start, faster steps from then on.
+    Needs a C++ compiler. Evaluation stays as it is."""
 
     def __post_init__(self) -> None:
         """Refuse combinations that mean nothing."""
@@ -111,7 +118,20 @@ def prepare_model(options: ModelOptions, data: Data) -> nn.Module:
             log.info(f"{options.weights}: {len(loaded)} entries loaded, left out: {names}")
         if options.freeze_layers:
             freeze_all_but_last(model)
+        if options.channels_last:  # what passes through follows the weights
+            model.to(memory_format=torch.channels_last)
+        if options.compile and not shutil.which(os.environ.get("CXX", "g++")):
+            raise InputError("--compile needs a C++ compiler: install g++, or set CXX to one; the "
+                             "image has one with make image TARGET=development")  # fmt: skip
     return model
+
+
+def trained_as(options: ModelOptions, model: nn.Module) -> nn.Module:
+    """`model` itself, or the compiled one that shares its parameters; `model` keeps their names."""
+    if not options.compile:
+        return model
+    compiled: nn.Module = torch.compile(model)  # type: ignore[assignment]
+    return compiled
 
 
 def load_matching(model: nn.Module, path: Path) -> tuple[list[str], list[str]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
@@ -59,27 +60,35 @@ class Samples(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, key: Key) -> tuple[Tensor, int]:
         """Image (channels, height, width) and class of the sample `key`."""
-        return self.__getitems__([key])[0]
+        images, labels = self.__getitems__([key])
+        return images[0], int(labels[0])
 
-    def __getitems__(self, keys: Sequence[Key]) -> list[tuple[Tensor, int]]:
-        """Those of a batch: what a DataLoader asks for where there is such a method."""
+    def __getitems__(self, keys: Sequence[Key]) -> list[Tensor]:
+        """Images (samples, channels, height, width) and classes of a batch, of one epoch.
+
+        A DataLoader asks for it where it is there, and would collate what it gets: see
+        `make_loader`.
+        """
         # The model's dropout draws from the same generator when no worker process loads.
         before, samples = torch.get_rng_state(), []
         try:
-            for epoch, index in keys:
+            for (_, index), seed in zip(keys, self.seeds_of(keys).tolist(), strict=True):
                 image, label = self.source[self.indices[index]]
-                torch.default_generator.manual_seed(self._seed_of(epoch, index))
+                torch.default_generator.manual_seed(seed)
                 samples.append((self.transform(image), int(label)))
         finally:
             torch.set_rng_state(before)
-        return samples
+        batch: list[Tensor] = default_collate(samples)
+        return batch
 
-    def _seed_of(self, epoch: int, index: int) -> int:
-        """Number `index` of those that follow from (seed, epoch): drawn once an epoch."""
+    def seeds_of(self, keys: Sequence[Key]) -> NDArray[np.uint64]:
+        """A number for each key of one epoch: those that (seed, epoch) gives, drawn at once."""
+        epoch = keys[0][0]
         if epoch != self._drawn_for:
             generator = np.random.PCG64(mix(self.seed, epoch))
             self._drawn_for, self._draws = epoch, generator.random_raw(len(self.indices))
-        return int(self._draws[index])
+        drawn: NDArray[np.uint64] = self._draws[[index for _, index in keys]]
+        return drawn
 
 
 def multiples_near(number: int, divisor: int) -> str:
@@ -148,7 +157,7 @@ class BatchStream(IterableDataset[list[Tensor]]):
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
         for keys in islice(self.batches, first, None, step):
-            yield default_collate(self.samples.__getitems__(keys))
+            yield self.samples.__getitems__(keys)
 
 
 def fixed_batches(samples: int, batch_size: int, rank: int, world_size: int) -> list[list[Key]]:
@@ -190,7 +199,14 @@ def make_loader(
     if style == "stream" and isinstance(batches, GlobalBatches):
         # A stream's workers hold their own copy of the position, so each epoch starts them anew.
         return DataLoader(BatchStream(samples, batches), batch_size=None, **options)
-    return DataLoader(samples, batch_sampler=batches, persistent_workers=num_workers > 0, **options)
+    return DataLoader(
+        samples, batch_sampler=batches, collate_fn=_as_it_is, persistent_workers=num_workers > 0,
+        **options,
+    )  # fmt: skip
+
+
+def _as_it_is(batch: list[Tensor]) -> list[Tensor]:
+    return batch
 
 
 def _leave_endings_to_training(_worker: int) -> None:

@@ -461,7 +461,7 @@ def test_the_recommendation_is_the_smallest_that_nothing_beats() -> None:
 class Slow(Samples):
     """A sample takes two milliseconds of waiting, as for a disk."""
 
-    def __getitems__(self, keys: Sequence[Key]) -> list[tuple[Tensor, int]]:
+    def __getitems__(self, keys: Sequence[Key]) -> list[Tensor]:
         time.sleep(0.002 * len(keys))
         return super().__getitems__(keys)
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn, optim
 from torch.utils.data import Dataset
 
-from common.data import DataOptions, _open
+from common.data import DataOptions, ShiftedSamples, _open, shifted
 from common.models import ModelOptions, build_model
 from common.optim import OptimizerOptions
 from common.ranks import Ranks
@@ -49,16 +50,21 @@ class Digits(Dataset[tuple[Tensor, int]]):
     """A plain data set: the recipe's images and augmentation, torch's own random numbers."""
 
     def __init__(self, samples: Samples) -> None:
-        self.source, self.indices, self.transform = (
-            samples.source, samples.indices, samples.transform
-        )  # fmt: skip
+        self.source, self.indices = samples.source, samples.indices
+        self.augmented = isinstance(samples, ShiftedSamples)
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image, label = self.source[self.indices[index]]
-        return self.transform(image), label
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
+        places = [self.indices[index] for index in indices]
+        images = self.source.images[places]
+        if self.augmented:
+            images = shifted(images, torch.randint(2**62, (len(places),)).numpy().astype("u8"))
+        return list(zip(images, self.source.labels[places].tolist(), strict=True))
 
 
 def parse() -> Task:

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.data import DataOptions, load_data, make_loaders
 from common.ddp import (
     ParallelOptions,
-    average_in_bf16,
+    average_otherwise,
     micro_batches,
     synchronize_batch_norm,
     warm_up,
@@ -39,7 +39,7 @@ from common.evaluate import evaluate
 from common.group import choose_device, process_group
 from common.launch import Child, end_process, listen, make_error_file, run_rank, supervise
 from common.loop import Loop
-from common.models import ModelOptions, prepare_model, set_train_mode
+from common.models import ModelOptions, prepare_model, set_train_mode, trained_as
 from common.optim import OptimizerOptions
 from common.ranks import Ranks
 from common.record import Run, RunOptions, announce, set_up_logs
@@ -94,13 +94,12 @@ def train(config: Config, ranks: Ranks) -> None:
             model = synchronize_batch_norm(model, device)
         # Sends rank 0's weights to all ranks, and averages gradients while backward() runs.
         ddp = DistributedDataParallel(
-            model,
+            trained_as(config.model, model),
             device_ids=[device.index] if device.type == "cuda" else None,
             bucket_cap_mb=parallel.bucket_mb,
             gradient_as_bucket_view=True,  # saves one copy of the gradients
         )
-        if parallel.gradient_compression == "bf16":
-            ddp.register_comm_hook(None, average_in_bf16)
+        average_otherwise(ddp, parallel)
         if shards := parallel.virtual_ranks:  # the same bits on any number of processes
             use_virtual_ranks(ddp, shards, batch_size, config.run, lambda: loop.state.step)
 
@@ -110,6 +109,7 @@ def train(config: Config, ranks: Ranks) -> None:
             lr=options.lr,
             momentum=options.momentum,
             weight_decay=options.weight_decay,
+            fused=True,  # all parameters in one pass over them
         )
 
         # resume

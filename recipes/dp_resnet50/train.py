@@ -37,7 +37,7 @@ from common.group import choose_device, process_group
 from common.launch import end_process
 from common.loop import Loop
 from common.measure import Utilization, peak_memory_bytes
-from common.models import ModelOptions, build_model, prepare_model, set_train_mode
+from common.models import ModelOptions, build_model, prepare_model, set_train_mode, trained_as
 from common.optim import OptimizerOptions
 from common.ranks import Ranks
 from common.record import Run, RunOptions, announce, log, mebibytes, set_up_logs
@@ -145,8 +145,11 @@ def train(config: Config, ranks: Ranks) -> None:
         # parallelise
         # Each forward copies the model to all GPUs and scatters the batch over them; the outputs
         # come back to the first one, and so do the gradients. BatchNorm looks at each GPU's slice.
-        parallel: nn.Module = model
+        parallel = trained_as(config.model, model)
         if len(devices) > 1:
+            if config.model.compile:
+                raise InputError("--compile: torch cannot compile what DataParallel copies anew in "
+                                 "each step; use ddp_launch, or one device")  # fmt: skip
             parallel = nn.DataParallel(model, [d.index for d in devices])
 
         # optimizer
@@ -155,6 +158,7 @@ def train(config: Config, ranks: Ranks) -> None:
             lr=options.lr,
             momentum=options.momentum,
             weight_decay=options.weight_decay,
+            fused=True,  # all parameters in one pass over them
         )
 
         # resume

@@ -309,6 +309,7 @@ def train(config: Config, ranks: Ranks) -> None:
             lr=options.lr,
             momentum=options.momentum,
             weight_decay=options.weight_decay,
+            fused=True,  # all parameters in one pass over them
         )
 
         # resume
