@@ -23,7 +23,7 @@ from common.group import process_group
 from common.launch import keep_freed_memory
 from common.ranks import Ranks
 
-PHOTOS, BATCH_SIZE, WORKERS, EPOCHS = 480, 32, 2, 4
+PHOTOS, BATCH_SIZE, WORKERS, EPOCHS = 480, 32, 2, 3
 VARIANTS = ("classic", "ours")
 CPU = torch.device("cpu")
 CLASSIC = transforms.Compose([
@@ -32,10 +32,10 @@ CLASSIC = transforms.Compose([
 ])  # fmt: skip
 
 
-def write_photos(root: Path) -> None:
-    """JPEG files of 500x375 px: parts of the two photos that scikit-learn holds."""
+def write_photos(root: Path, train: int = PHOTOS) -> None:
+    """JPEG files of 500x375 px, `train` and 8: parts of the two photos that scikit-learn holds."""
     random, photos = np.random.default_rng(0), load_sample_images().images
-    for part, count in (("train", PHOTOS), ("val", 8)):
+    for part, count in (("train", train), ("val", 8)):
         for number in range(count):
             whole = Image.fromarray(photos[number % 2])
             width = int(random.integers(400, 560))

@@ -31,7 +31,7 @@ SETTINGS: dict[str, list[str]] = {
                         "--accumulate", "2", "--lr", "0.2"],
 }  # fmt: skip
 ALONE = "no communication"
-EPOCHS = 20
+EPOCHS = 15
 
 
 def run_on_both(names: Sequence[str], setting: str, folder: Path) -> dict[str, Any]:

@@ -1,70 +1,58 @@
 """What a snapshot costs training: ResNet-50 with momentum, 20 steps with one beside 20 without."""
 
-import json
 import statistics
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.measure import instrumented
+from benchmarks.input import write_photos
+from benchmarks.peers.measure import run_stamped
 from common.comparison import spread
-from common.errors import TrainingError
 from common.figure import save_figure
 from common.ranks import Ranks
 from common.record import mebibytes, progress_bar
 
 WINDOW = 20
 """Steps: one snapshot in so many."""
-PAIRS = 2
-"""Of windows, in one epoch: with a snapshot at their beginning, and without."""
-OPTIONS = ["--nproc", "2", "--model", "resnet50", "--lr", "0.02", "--data", "fake",
-           "--image-size", "160", "--global-batch-size", "6", "--keep-snapshots", "1",
-           "--snapshot-every", str(2 * WINDOW),
-           "--max-steps", str((2 * PAIRS + 4) * WINDOW)]  # fmt: skip
+PAIRS = 1
+"""Of a window with a snapshot at its beginning and those around it without, in one epoch."""
+STEPS, BATCH_SIZE = (2 * PAIRS + 4) * WINDOW, 6
+OPTIONS = ["--nproc", "2", "--model", "resnet50", "--lr", "0.02", "--data", "imagefolder",
+           "--no-verify-images", "--image-size", "160", "--global-batch-size", str(BATCH_SIZE),
+           "--keep-snapshots", "1", "--snapshot-every", str(2 * WINDOW),
+           "--max-steps", str(STEPS)]  # fmt: skip
 
 
-def run_once(folder: Path) -> dict[str, Any]:
-    """Seconds of each step of one run, and the snapshot's size.
-
-    Raises:
-        TrainingError: the run failed.
-    """
-    folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-m", "recipes", "ddp_launch", *OPTIONS, "--output-dir", folder / "run"],
-        env=instrumented(folder), capture_output=True, text=True,
-    )  # fmt: skip
-    if done.returncode:
-        raise TrainingError(done.stderr[-800:])
-    stamps = json.loads((folder / "rank_0.json").read_text())["stamps"]
+def run_once(folder: Path, photos: Path) -> dict[str, Any]:
+    """Seconds of each step of one run, and the snapshot's size."""
+    stamps = run_stamped(folder, [*OPTIONS, "--data-path", str(photos)])
     (snapshot,) = (folder / "run" / "snapshots").glob("*.pt")
     return {"steps_s": [after - before for before, after in pairwise(stamps)],
             "snapshot_bytes": snapshot.stat().st_size}  # fmt: skip
 
 
 def windows(steps_s: list[float]) -> list[tuple[float, float]]:
-    """Seconds of each pair of windows, with a snapshot and without.
+    """Seconds of each window with a snapshot, and the mean of those before and after it without.
 
     Args:
         steps_s: seconds from the end of step 1 to that of 2, from 2 to 3, ...; a snapshot begins
             after steps 40, 80, ...; the first is left out, whose copy takes fresh memory.
     """
-    found = []
-    for pair in range(PAIRS):
-        begin = (2 * pair + 4) * WINDOW - 1
-        middle, end = begin + WINDOW, begin + 2 * WINDOW
-        found.append((sum(steps_s[begin:middle]), sum(steps_s[middle:end])))
-    return found
+    ends = range(4 * WINDOW, len(steps_s) + 2, WINDOW)
+    totals = [sum(steps_s[end - WINDOW - 1 : end - 1]) for end in ends]
+    return [
+        (totals[place], (totals[place - 1] + totals[place + 1]) / 2)
+        for place in range(1, len(totals), 2)
+    ]
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
     """Windows of some runs, and how much longer one lasts with a snapshot in it."""
     runs = []
+    write_photos(folder / "photos", train=STEPS * BATCH_SIZE)
     with progress_bar(rounds, 0, Ranks(), unit="run") as bar:
         for number in range(rounds):
-            runs.append(run_once(folder / str(number)))
+            runs.append(run_once(folder / str(number), folder / "photos"))
             bar.update()
     pairs = [pair for run in runs for pair in windows(run["steps_s"])]
     shares = [100 * (with_one / without - 1) for with_one, without in pairs]
@@ -74,7 +62,8 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
            spread(shares, digits=1), f"{1000 * statistics.median(copies):.0f}"]  # fmt: skip
     table = {
         "title": f"ResNet-50 with momentum at 160 px on 2 processes, a snapshot every {WINDOW} "
-        f"steps; median (least to most) of {len(pairs)} pairs of {WINDOW} steps with and without.",
+        f"steps; median (least to most) of {len(pairs)} times {WINDOW} steps with "
+        f"one, each beside the {WINDOW} before and after it.",
         "columns": [
             "a snapshot",
             "a step [s]",

@@ -362,6 +362,11 @@ def write_json(path: Path, content: Any) -> None:
     temporary.rename(path)
 
 
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """What a run's folder has logged, in that order: a dict a line of metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def mebibytes(number: float) -> str:
     """A number of bytes for a table."""
     return f"{number / 2**20:,.0f} MiB"

@@ -30,7 +30,7 @@ from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
 from common.figure import save_figure
 from common.launch import end_with_parent
 from common.manifest import describe_machine
-from common.record import FREE, result_folder, write_json
+from common.record import FREE, read_metrics, result_folder, write_json
 from recipes.cli import Parser, attempt
 
 # What is not the same run's affair, and what decides a number although a resume may change it.
@@ -63,7 +63,7 @@ def read(folder: Path) -> Recorded:
             json.loads((folder / f"{name}.json").read_text())
             for name in ("manifest", "config", "summary")
         )
-        lines = [json.loads(s) for s in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = read_metrics(folder)
     except FileNotFoundError as error:
         missing = Path(error.filename).name
         unfinished = ": the run has not finished" if missing == "summary.json" else ""

@@ -3,7 +3,7 @@
 One GPU cannot show NCCL between GPUs: that takes one process a GPU. What it shows: the NCCL path at
 world size 1, several gloo ranks on one card (SyncBatchNorm's law, virtual ranks), determinism and
 its price, exact resume, mixed precision, dp_resnet50 and model_parallel_toy on one GPU,
-checkpoint_rnn --compare on cuDNN's LSTM.
+checkpoint_rnn --compare on cuDNN's LSTM, and the speed of ResNet-50 beside what the card allows.
 `python -m tests.gpu_check --device cpu` runs the same without SyncBatchNorm, to try the
 script itself.
 """
@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks import gpu
+from common.record import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = Path(__file__).parent / "results" / "gpu_check.json"
@@ -39,8 +42,7 @@ def start(folder: Path, name: str, *options: str) -> str:
 def run(folder: Path, *options: str, name: str = "ddp_launch") -> dict[str, Any]:
     """Run a recipe to its end; its summary and logged losses."""
     start(folder, name, *options)
-    lines = [json.loads(s) for s in (folder / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if "loss" in line]
+    losses = [line["loss"] for line in read_metrics(folder) if "loss" in line]
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return {**summary, "losses": losses}
 
@@ -128,6 +130,19 @@ def checks(device: str, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]
         within = found["auto"]["bytes"] <= found["auto"]["budget"]
         return {"holds": min(peaks.values()) < peaks[1] / 5 and within, "comparison": found}
 
+    def images_per_s() -> dict[str, Any]:
+        found = gpu.measure(torch.device(device))
+        curves: dict[int, list[list[float]]] = {}
+        for one in found["runs"].values():
+            curves.setdefault(one["batch_size"], []).append(one["losses"])
+        same = all(
+            abs(ours - theirs) < 0.01 * first[0]
+            for first, *others in curves.values()
+            for other in others
+            for ours, theirs in zip(other, first, strict=True)
+        )
+        return {"holds": same, **found}
+
     return {
         "one_and_two_ranks_train_alike_in_fp64": one_and_two_ranks,
         "an_interrupted_run_ends_with_the_same_bits": resume,
@@ -135,6 +150,7 @@ def checks(device: str, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]
         "the_same_run_twice_gives_the_same_bits_bf16": lambda: same_bits("bf16"),
         "virtual_ranks_give_the_same_bits_on_one_and_two_gloo_ranks": virtual_ranks,
         "what_determinism_costs": price_of_determinism,
+        "resnet50_images_per_s_and_the_same_loss_in_every_setting": images_per_s,
         "dp_resnet50_trains_on_one_device": data_parallel,
         "the_split_model_is_the_whole_one_in_fp64": split,
         "checkpoint_rnn_uses_a_fifth_of_the_memory_and_auto_keeps_its_budget": checkpointing,
@@ -149,11 +165,14 @@ def main() -> int:
     """Run all checks; 0 if all hold, 1 if not, 2 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--only", nargs="+", metavar="CHECK", help="the checks of these names")
     parser.add_argument("--output", type=Path, default=RESULT, help="the JSON file to write")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("error: no GPU is visible to torch", file=sys.stderr)
         return 2
+    if unknown := set(arguments.only or ()) - checks(arguments.device, Path()).keys():
+        parser.error(f"no check {', '.join(sorted(unknown))}")
     cuda = arguments.device == "cuda"
     commit = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True
@@ -168,10 +187,11 @@ def main() -> int:
         "checks": {},
     }
     with tempfile.TemporaryDirectory() as folder:
-        for name, check in checks(arguments.device, Path(folder)).items():
+        available = checks(arguments.device, Path(folder))
+        for name in arguments.only or available:
             start_s = time.monotonic()
             try:
-                found = check()
+                found = available[name]()
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 found = {"holds": False, "error": str(error)}
             found["elapsed_s"] = round(time.monotonic() - start_s, 1)

@@ -98,6 +98,12 @@ def test_image_folders_that_cannot_work(pool: Pool, tmp_path: Path, fault: str) 
     assert_refused(pool, says, "--data", "imagefolder", "--data-path", root, "--output-dir", run)
 
 
+def test_a_model_that_nothing_here_can_compile(recipe: Recipe) -> None:
+    result = recipe("ddp_launch", "--nproc", "2", "--compile", env={"CXX": "no-such-compiler"})
+    assert (result.status, len(result.errors)) == (2, 1)
+    assert "--compile needs a C++ compiler" in result.errors[0]
+
+
 def test_a_folder_of_photos_trains_and_writes_its_classes(recipe: Recipe, tmp_path: Path) -> None:
     """Names with spaces and beyond ASCII; a ResNet with weights, its last layer trained alone."""
     root = flowers(tmp_path / "my photos", per_class=15, names=("gänse blümchen", "薔薇"))

@@ -17,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 from sklearn.datasets import load_sample_images
+from torch import nn
 from torchvision import transforms as v1
 
 from common import image_folder
@@ -65,6 +66,30 @@ def test_digits_are_real_and_split_by_seed() -> None:
     assert data.fingerprint == other.fingerprint
     assert data.train[(0, 0)][0].shape == (1, 8, 8)
     assert load(image_size=16).val[(0, 0)][0].shape == (1, 16, 16)
+
+
+def test_a_batch_in_memory_is_its_samples_each_shifted_by_its_own_key() -> None:
+    """As if each were padded with its darkest value and cropped, by what its key alone draws."""
+    data = load(data="fake", image_size=16)
+    keys = [(3, index) for index in (5, 0, 17, 5)]
+    images, labels = data.train.__getitems__(keys)
+    places = set()
+    for key, image, label in zip(keys, images, labels, strict=True):
+        alone, its_label = data.train[key]
+        assert torch.equal(alone, image)
+        assert its_label == label
+        whole, _ = data.train.source[data.train.indices[key[1]]]
+        padded = nn.functional.pad(whole, [2] * 4, value=float(whole.min()))
+        (place,) = (
+            (down, right)
+            for down in range(5)
+            for right in range(5)
+            if torch.equal(image, padded[:, down : down + 16, right : right + 16])
+        )
+        places.add(place)
+    assert len(places) == 3, "each has its own draw"
+    draws = data.train.seeds_of([(0, index) for index in range(len(data.train))]) % 5
+    assert np.bincount(draws.astype(int)).min() > len(data.train) / 5 * 0.8
 
 
 def test_fake_data_is_the_same_every_time() -> None:

@@ -189,6 +189,26 @@ def test_one_two_and_three_ranks_train_alike(pool: Pool, tmp_path: Path) -> None
     assert len({run.summary["val_correct"] for run in runs}) == 1
 
 
+def test_channels_last_trains_alike(pool: Pool, tmp_path: Path) -> None:
+    """Another order in memory, the same model; and it goes on from its own snapshot to the bit."""
+    fp64 = {"precision": "fp64", "log_every": 1}
+    usual, whole = (
+        training(
+            pool, 2, tmp_path / str(last), run=fp64, optimizer={"max_steps": 8},
+            model={"channels_last": last},
+        )
+        for last in (False, True)
+    )  # fmt: skip
+    assert whole.losses == pytest.approx(usual.losses, rel=1e-9)
+    assert whole.losses != usual.losses, "it did compute otherwise"
+    for steps in (3, 8):
+        cut = training(
+            pool, 2, tmp_path / "cut", run=fp64, optimizer={"max_steps": steps},
+            model={"channels_last": True},
+        )  # fmt: skip
+    assert cut.sha == whole.sha
+
+
 def test_batch_norm_without_sync_would_not_train_alike(pool: Pool, tmp_path: Path) -> None:
     """The law above can fail: normalisation that looks at a rank's slice alone breaks it."""
     runs = [

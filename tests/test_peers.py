@@ -137,8 +137,8 @@ def test_the_alpha_beta_model() -> None:
 
 
 def test_windows_with_a_snapshot_and_without() -> None:
-    steps_s = [1.0] * 200
-    for snapshot in (40, 80, 120, 160):
+    steps_s = [1.0] * ((2 * snapshots.PAIRS + 4) * snapshots.WINDOW - 1)
+    for snapshot in range(40, len(steps_s), 40):
         steps_s[snapshot - 1] += 4  # from the end of this step to that of the next
     assert snapshots.windows(steps_s) == [(24, 20)] * snapshots.PAIRS
 

@@ -544,6 +544,21 @@ def test_the_same_command_after_a_crash_before_the_first_snapshot(
 
 
 @pytest.mark.slow
+def test_a_compiled_model_trains_alike_and_goes_on_to_the_bit(recipe: Recipe) -> None:
+    """Its weights have the names of the model that was compiled."""
+    options = ("ddp_launch", "--nproc", "2", "--precision", "fp64", "--log-every", "1",
+               "--epochs", "2")  # fmt: skip
+    usual = recipe(*options, folder="usual").assert_ok()
+    whole = recipe(*options, "--compile", folder="whole").assert_ok()
+    assert whole.losses == pytest.approx(usual.losses, rel=1e-9)
+    assert whole.losses != usual.losses, "it did compute otherwise"
+    names = [list(torch.load(r.folder / "model.pt", weights_only=True)) for r in (usual, whole)]
+    assert names[0] == names[1]
+    recipe(*options, "--compile", "--max-steps", "17", folder="cut").assert_ok()
+    assert recipe(*options, "--compile", folder="cut").assert_ok().sha == whole.sha
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [

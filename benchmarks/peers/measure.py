@@ -3,6 +3,8 @@
 import json
 import os
 import statistics
+import subprocess
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 from common.comparison import fresh_environment
 from common.errors import TrainingError
+from common.launch import end_with_parent
 
 INJECT = Path(__file__).parent / "inject"
 
@@ -60,6 +63,23 @@ def instrumented(folder: Path, **more: str) -> dict[str, str]:
     environment = fresh_environment({**more, "PEERS_STAMPS": str(folder)})
     environment["PYTHONPATH"] = f"{INJECT}{os.pathsep}{environment['PYTHONPATH']}"
     return environment
+
+
+def run_stamped(folder: Path, options: Sequence[str]) -> list[float]:
+    """Run ddp_launch into `folder`/run, both new; rank 0's stamps.
+
+    Raises:
+        TrainingError: the run failed.
+    """
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "recipes", "ddp_launch", *options, "--output-dir", folder / "run"],
+        env=instrumented(folder), capture_output=True, text=True, preexec_fn=end_with_parent,
+    )  # fmt: skip
+    if done.returncode:
+        raise TrainingError(done.stderr[-800:])
+    stamps: list[float] = json.loads((folder / "rank_0.json").read_text())["stamps"]
+    return stamps
 
 
 def read_stamps(folder: Path, processes: int, steps: int) -> tuple[list[float], int]:

@@ -32,7 +32,7 @@ from common.launch import listen, run_rank
 from common.manifest import describe_machine
 from common.optim import OptimizerOptions
 from common.ranks import Ranks
-from common.record import RunOptions, progress_bar, write_json
+from common.record import RunOptions, progress_bar, read_metrics, write_json
 from recipes.ddp_launch.train import Config, train
 
 RESULT = Path(__file__).parent / "results" / "soak.json"
@@ -100,7 +100,7 @@ def interrupt(processes: Sequence[ForkProcess], dice: random.Random) -> str:
 
 def problems(folder: Path, expected_sha: str) -> list[str]:
     """What is wrong with a run that has ended."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(folder)
     count = Counter(line["step"] for line in lines if "loss" in line)
     steps = [line["step"] for line in lines if "loss" in line]
     found = [f"step {step} lost" for step in range(1, STEPS + 1) if not count[step]]

@@ -1,0 +1,197 @@
+"""ResNet-50 on one GPU, images/s by setting beside what the card allows; `make gpu-check` runs it.
+
+Data are synthetic and on the device, as in what is published: one batch, of which the model learns
+the labels by heart, so that the losses of two settings can be compared.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from common.measure import synchronize
+from common.models import ModelOptions, build_model
+from common.seeds import mixed_precision, seed_everything
+
+PUBLISHED = 3079.0
+"""[images/s] 1x H200, AMP, NCHW, batch 2560, PyTorch 2.3: lambdal/deeplearning-benchmark."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a step is computed."""
+
+    batch_size: int
+    precision: str = "bf16"
+    channels_last: bool = True
+    compiled: bool = False
+    graph: bool = False
+    """Record the whole step once, as a CUDA graph, and replay it."""
+
+
+SETTINGS = {
+    "as published: fp16 with scaler, NCHW": Setting(2560, "fp16", channels_last=False),
+    "bf16, NCHW": Setting(2560, channels_last=False),
+    "bf16, channels_last": Setting(2560),
+    "bf16, channels_last, compile": Setting(2560, compiled=True),
+    "bf16, channels_last, batch 512": Setting(512),
+    "bf16, channels_last, batch 512, CUDA graph": Setting(512, graph=True),
+    "bf16, channels_last, compile, batch 512": Setting(512, compiled=True),
+    "bf16, channels_last, compile, batch 512, CUDA graph": Setting(512, compiled=True, graph=True),
+}
+WARM_UP, STEPS = 4, 12
+
+
+class Training:
+    """A ResNet-50, its optimizer and one batch; call it to take a step."""
+
+    def __init__(self, setting: Setting, device: torch.device, side: int) -> None:
+        seed_everything(0)
+        _, self.autocast, self.scaler = mixed_precision(setting.precision, device)
+        options = ModelOptions(model="resnet50", stem="large")
+        self.model = build_model(options, 3, 1000, side).to(device)
+        self.images = torch.randn(setting.batch_size, 3, side, side, device=device)
+        self.labels = torch.randint(1000, (setting.batch_size,), device=device)
+        if setting.channels_last:
+            self.model.to(memory_format=torch.channels_last)
+            self.images = self.images.contiguous(memory_format=torch.channels_last)
+        self.forward: Callable[[Tensor], Tensor] = self.model
+        if setting.compiled:
+            self.forward = torch.compile(self.model)
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, fused=True
+        )
+
+    def __call__(self) -> Tensor:
+        """Take a step; its loss, on the device."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.autocast:
+            loss = nn.functional.cross_entropy(self.forward(self.images), self.labels)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss.detach()
+
+
+def recorded(step: Training) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    """The step as a CUDA graph, and the losses of those taken before, which it needs.
+
+    Source: PyTorch, "CUDA semantics", whole-network capture.
+    """
+    side_stream = torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream):
+        losses = [step() for _ in range(3)]
+    torch.cuda.current_stream().wait_stream(side_stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return loss.clone()
+
+    return replay, losses
+
+
+def images_per_s(setting: Setting, device: torch.device, side: int) -> dict[str, Any]:
+    """Train some steps; images/s, peak memory [bytes] and the losses."""
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    training = Training(setting, device, side)
+    step, losses = recorded(training) if setting.graph else (training, [])
+    losses += [step() for _ in range(WARM_UP - len(losses))]
+    synchronize(device)
+    start_s = time.perf_counter()
+    losses += [step() for _ in range(STEPS)]
+    synchronize(device)
+    elapsed_s = time.perf_counter() - start_s
+    return {**asdict(setting), "images_per_s": STEPS * setting.batch_size / elapsed_s,
+            "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+            "losses": torch.stack(losses).tolist()}  # fmt: skip
+
+
+def rate(work: Callable[[], object], amount: float, device: torch.device) -> float:
+    """`amount` a call of `work`, a second: the best of five."""
+    times = []
+    for _ in range(6):
+        start_s = time.perf_counter()
+        work()
+        synchronize(device)
+        times.append(time.perf_counter() - start_s)
+    return amount / min(times[1:])
+
+
+def limits(device: torch.device, large: bool) -> dict[str, float]:
+    """The device's measured copy bandwidth [bytes/s] and bf16 matrix rate [operations/s]."""
+    size = 8192 if large else 512
+    a, b = torch.randn(2, size, size, device=device).bfloat16()
+    source = torch.empty(2**30 if large else 2**22, dtype=torch.uint8, device=device)
+    target, calls = torch.empty_like(source), 10
+
+    def repeatedly(work: Callable[[], object]) -> Callable[[], object]:
+        return lambda: [work() for _ in range(calls)]
+
+    return {
+        "bytes_per_s": rate(
+            repeatedly(lambda: target.copy_(source)), calls * 2 * source.numel(), device
+        ),
+        "operations_per_s": rate(repeatedly(lambda: a @ b), calls * 2 * size**3, device),
+    }
+
+
+class Roofline(TorchDispatchMode):
+    """The least time of each operator by its bytes and by its operations, added up, unfused."""
+
+    def __init__(self, found: dict[str, float]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.limits, self.seconds, self.bytes, self.operations = found, 0.0, 0, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run `func` and count it; views move nothing."""
+        with FlopCounterMode(display=False) as counter:
+            result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+        moved = 0 if func.is_view else sum(tensor.nbytes for tensor in tensors)
+        operations = counter.get_total_flops()
+        self.bytes, self.operations = self.bytes + moved, self.operations + operations
+        self.seconds += max(
+            moved / self.limits["bytes_per_s"], operations / self.limits["operations_per_s"]
+        )
+        return result
+
+
+def least_time(setting: Setting, device: torch.device, side: int) -> dict[str, Any]:
+    """Bytes and operations of a step, and images/s if each operator ran at the card's limit."""
+    found = limits(device, large=device.type == "cuda")
+    training = Training(setting, device, side)
+    training()
+    with Roofline(found) as roofline:
+        training()
+    size = setting.batch_size
+    return {**found, "bytes_per_image": roofline.bytes / size,
+            "operations_per_image": roofline.operations / size,
+            "images_per_s_at_most_unfused": size / roofline.seconds,
+            "images_per_s_at_most_by_operations": found["operations_per_s"]
+            / (roofline.operations / size)}  # fmt: skip
+
+
+def measure(device: torch.device) -> dict[str, Any]:
+    """All settings once, and the roofline; on a CPU two of them with hardly any images."""
+    large = device.type == "cuda"
+    torch.backends.cudnn.benchmark = True
+    side = 224 if large else 32
+    settings = SETTINGS if large else {"bf16": Setting(16), "fp32": Setting(16, "fp32")}
+    return {"published_images_per_s": PUBLISHED,
+            "runs": {name: images_per_s(one, device, side) for name, one in settings.items()},
+            "roofline": least_time(Setting(256 if large else 16), device, side)}  # fmt: skip
