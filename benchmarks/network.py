@@ -40,7 +40,7 @@ def run_on_both(names: Sequence[str], setting: str, folder: Path) -> dict[str, A
     Raises:
         TrainingError: a run failed.
     """
-    processes = []
+    processes, environment = [], fresh_environment({"CUDA_VISIBLE_DEVICES": ""})
     for node, name in enumerate(names):
         options = ["--epochs", str(EPOCHS), "--output-dir", str(folder)]
         if setting == ALONE:
@@ -52,7 +52,7 @@ def run_on_both(names: Sequence[str], setting: str, folder: Path) -> dict[str, A
                         *SETTINGS[setting]]  # fmt: skip
         command = ["ip", "netns", "exec", name, sys.executable, "-m", "recipes", "ddp_launch"]
         processes.append(
-            subprocess.Popen([*command, *options], env=fresh_environment(), text=True,
+            subprocess.Popen([*command, *options], env=environment, text=True,
                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         )  # fmt: skip
     said = [process.communicate()[1] for process in processes]

@@ -60,7 +60,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
                      f"{statistics.mean(losses[:8]):.3f} to {statistics.mean(losses[-8:]):.3f}",
                      f"{found[0]['val_accuracy']:.3f}"])  # fmt: skip
     table = {
-        "title": "ddp_launch on 2 processes with a core each; median (least to most) of "
+        "title": "ddp_launch on 2 processes with a thread each; median (least to most) of "
         f"{rounds} rounds in turn. The losses are those of the first and the last 8 steps.",
         "columns": ["model", "options", "a step [ms]", "steps/s over the default", "start-up [s]",
                     "loss", "val_accuracy"],

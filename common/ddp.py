@@ -144,7 +144,7 @@ def warm_up(
     with left_as_it_was(model):
         try:
             with autocast or contextlib.nullcontext():
-                logits = model(image.repeat(batch_size, 1, 1, 1))
+                logits = model(image.expand(batch_size, *image.shape).contiguous())
         except ValueError as error:
             raise InputError(
                 f"a batch of {batch_size} samples of {tuple(image.shape)}: {error}"

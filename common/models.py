@@ -39,10 +39,11 @@ class ModelOptions:
     freeze_layers: bool = False
     """Train the last layer only."""
     channels_last: bool = False
-    """Keep the channels of a pixel side by side in memory, which most convolutions prefer."""
+    """Keep the channels of a pixel side by side in memory. On CPUs it depends on the model whether
+    that is faster; with bf16 or fp16 on GPUs it is said to be."""
     compile: bool = False
-    """Train the model as torch.compile makes it: a minute at the start, faster steps from then on.
-    Needs a C++ compiler. Evaluation stays as it is."""
+    """Train the model as torch.compile makes it, which takes up to a minute at the start and a C++
+    compiler; on CPUs it may be slower. Evaluation stays as it is."""
 
     def __post_init__(self) -> None:
         """Refuse combinations that mean nothing."""

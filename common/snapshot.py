@@ -26,7 +26,7 @@ from common.errors import InputError, TrainingError
 from common.group import agreed, broadcast, gather_numbers, gather_to_rank_0
 from common.seeds import rng_state, seed_everything, set_rng_state
 
-FORMAT = 2
+FORMAT = 3
 _POSITION = ("epoch", "batch", "step", "metrics_bytes")
 log = logging.getLogger("recipes")
 
@@ -224,11 +224,12 @@ def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
 @contextmanager
 def _without_crc32() -> Iterator[None]:
     """Leave out zip's own checksums, a third of the work: that of the file is in its name."""
+    before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
         yield
     finally:
-        torch.serialization.set_crc32_options(True)
+        torch.serialization.set_crc32_options(before)
 
 
 def list_snapshots(folder: Path) -> list[Path]:

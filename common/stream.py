@@ -84,6 +84,7 @@ class Samples(Dataset[tuple[Tensor, int]]):
     def seeds_of(self, keys: Sequence[Key]) -> NDArray[np.uint64]:
         """A number for each key of one epoch: those that (seed, epoch) gives, drawn at once."""
         epoch = keys[0][0]
+        assert all(key_epoch == epoch for key_epoch, _ in keys)
         if epoch != self._drawn_for:
             generator = np.random.PCG64(mix(self.seed, epoch))
             self._drawn_for, self._draws = epoch, generator.random_raw(len(self.indices))

@@ -21,7 +21,7 @@ from torch import nn
 from torchvision import transforms as v1
 
 from common import image_folder
-from common.data import IMAGENET_MEAN, IMAGENET_STD, Data, DataOptions, _digits, load_data
+from common.data import IMAGENET_MEAN, IMAGENET_STD, Data, DataOptions, _digits, load_data, shifted
 from common.errors import InputError, TrainingError
 from common.prefetch import DeviceBatches
 from common.ranks import Ranks
@@ -88,8 +88,11 @@ def test_a_batch_in_memory_is_its_samples_each_shifted_by_its_own_key() -> None:
         )
         places.add(place)
     assert len(places) == 3, "each has its own draw"
-    draws = data.train.seeds_of([(0, index) for index in range(len(data.train))]) % 5
-    assert np.bincount(draws.astype(int)).min() > len(data.train) / 5 * 0.8
+    marked = torch.zeros(len(data.train), 1, 16, 16)
+    marked[:, :, 8, 8] = 1
+    moved = shifted(marked, data.train.seeds_of([(0, i) for i in range(len(data.train))]))
+    down_and_right = moved.flatten(1).argmax(1).bincount()
+    assert int((down_and_right > len(data.train) / 25 * 0.5).sum()) == 25, "all 25, alike often"
 
 
 def test_fake_data_is_the_same_every_time() -> None:

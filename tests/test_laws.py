@@ -3,9 +3,11 @@
 import copy
 import json
 import os
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -410,6 +412,23 @@ def test_mixed_precision_trains_and_resumes_exactly(
         cut = training(pool, 2, tmp_path / "cut", run=run, optimizer={"max_steps": steps})
     assert cut.sha == whole.sha
     assert cut.summary["train_loss"] < 2.4
+
+
+def overflowing(ranks: Ranks, folder: Path) -> bool:
+    """Training with fp16 whose first gradients overflow, as the loss is scaled too far."""
+    scaler = partial(torch.amp.GradScaler, init_scale=2.0**60)
+    with patch.object(torch.amp, "GradScaler", scaler):
+        run = {"precision": "fp16"}
+        return run_training(ranks, folder, {"run": run, "optimizer": {"max_steps": 2}})
+
+
+def test_a_first_step_that_overflows_leaves_nothing_behind(pool: Pool, tmp_path: Path) -> None:
+    """A fused optimizer would keep momenta of memory that nobody wrote."""
+    pool.run(overflowing, 2, tmp_path / "run")
+    (path,) = (tmp_path / "run" / "snapshots").iterdir()
+    found = read(path)
+    assert found["optimizer"]["state"] == {}
+    assert found["scaler"]["scale"] == 2.0**58
 
 
 def test_a_loss_that_is_not_finite_stops_every_rank_and_spares_the_snapshots(

@@ -74,7 +74,8 @@ def run_stamped(folder: Path, options: Sequence[str]) -> list[float]:
     folder.mkdir()
     done = subprocess.run(
         [sys.executable, "-m", "recipes", "ddp_launch", *options, "--output-dir", folder / "run"],
-        env=instrumented(folder), capture_output=True, text=True, preexec_fn=end_with_parent,
+        env=instrumented(folder, CUDA_VISIBLE_DEVICES=""), capture_output=True, text=True,
+        preexec_fn=end_with_parent,
     )  # fmt: skip
     if done.returncode:
         raise TrainingError(done.stderr[-800:])

@@ -107,7 +107,9 @@ def train(config: Config, ranks: Ranks) -> None:
             lr=options.lr,
             momentum=options.momentum,
             weight_decay=options.weight_decay,
-            fused=True,  # all parameters in one pass over them
+            # In one pass; not with loss scaling, where a first step that overflows would leave it
+            # momenta of memory that nobody wrote (torch 2.15).
+            fused=not scaler.is_enabled(),
         )
 
         # resume
