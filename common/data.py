@@ -191,12 +191,13 @@ def _open(options: DataOptions, seed: int, ranks: Ranks) -> Data:
 
 
 def _arrays_data(arrays: "Arrays", train: Sequence[int], val: Sequence[int], seed: int) -> Data:
-    validation = Samples(arrays, val, _same, seed)
     channels, side, _ = arrays.images[0].shape
     names = [str(number) for number in range(10)]
-    return Data(
-        ShiftedSamples(arrays, train, seed), validation, names, channels, side, arrays.digest()
+    training, validation = (
+        ArraySamples(arrays, train, seed, shift=True),
+        ArraySamples(arrays, val, seed),
     )
+    return Data(training, validation, names, channels, side, arrays.digest())
 
 
 def _digits() -> tuple[Any, Any]:
@@ -228,21 +229,20 @@ class Arrays:
         ).hexdigest()
 
 
-def _same(image: Tensor) -> Tensor:
-    return image
+class ArraySamples(Samples):
+    """Images in memory, a batch at once; with `shift` each is `shifted` by what its key draws."""
 
-
-class ShiftedSamples(Samples):
-    """Images in memory, each `shifted` by what its key draws, a batch at once."""
-
-    def __init__(self, source: Arrays, indices: Sequence[int], seed: int) -> None:
-        super().__init__(source, indices, _same, seed)
+    def __init__(
+        self, source: Arrays, indices: Sequence[int], seed: int, *, shift: bool = False
+    ) -> None:
+        super().__init__(source, indices, torch.Tensor.clone, seed)
+        self.shift = shift
 
     def __getitems__(self, keys: Sequence[Key]) -> list[Tensor]:
         """Images and classes of a batch, of one epoch."""
         places = [self.indices[index] for _, index in keys]
-        images = shifted(self.source.images[places], self.seeds_of(keys))
-        return [images, self.source.labels[places]]
+        images, labels = self.source.images[places], self.source.labels[places]
+        return [shifted(images, self.seeds_of(keys)) if self.shift else images, labels]
 
 
 def shifted(images: Tensor, draws: NDArray[np.uint64]) -> Tensor:

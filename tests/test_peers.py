@@ -154,4 +154,4 @@ def test_the_page_of_a_part_shows_what_was_measured(part: str) -> None:
 
 def test_parts_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.attempt(lambda: parts.main(["nothing"])) == 2
-    assert "no part nothing: input, snapshots, network" in capsys.readouterr().err
+    assert "no part nothing: step, input, snapshots, network" in capsys.readouterr().err

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.data import Dataset
 
-from common.data import DataOptions, ShiftedSamples, _open, shifted
+from common.data import ArraySamples, DataOptions, _open, shifted
 from common.models import ModelOptions, build_model
 from common.optim import OptimizerOptions
 from common.ranks import Ranks
 from common.record import RunOptions
-from common.stream import Samples
 
 GLOBAL_BATCH_SIZE = OptimizerOptions().total_batch_size(1)
 LOG_EVERY = RunOptions().log_every
@@ -49,9 +48,9 @@ class Task:
 class Digits(Dataset[tuple[Tensor, int]]):
     """A plain data set: the recipe's images and augmentation, torch's own random numbers."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: ArraySamples) -> None:
         self.source, self.indices = samples.source, samples.indices
-        self.augmented = isinstance(samples, ShiftedSamples)
+        self.augmented = samples.shift
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -79,6 +78,8 @@ def parse() -> Task:
 def make_data() -> tuple[Digits, Digits]:
     """Training and validation data, split and augmented as by the recipe."""
     data = _open(DataOptions(), seed=0, ranks=Ranks())
+    assert isinstance(data.train, ArraySamples)
+    assert isinstance(data.val, ArraySamples)
     return Digits(data.train), Digits(data.val)
 
 

@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.data import Arrays, Data, DataOptions, load_data, make_loaders
+from common.data import Arrays, ArraySamples, Data, DataOptions, load_data, make_loaders
 from common.ddp import warm_up
 from common.errors import InputError
 from common.evaluate import evaluate
@@ -55,7 +55,6 @@ from common.ranks import Ranks
 from common.record import Run, RunOptions, announce, log, set_up_logs
 from common.seeds import seed_everything, set_determinism
 from common.snapshot import Stateful
-from common.stream import Samples
 from recipes import cli
 
 NAME = "model_parallel_toy"
@@ -141,8 +140,7 @@ def generated_points(seed: int) -> Data:
     generator = torch.Generator().manual_seed(0)
     points = torch.randn(2000, 10, generator=generator)
     source = Arrays(points, (points @ torch.randn(10, 5, generator=generator)).argmax(1))
-    train, val = (Samples(source, part, torch.Tensor.clone, seed)
-                  for part in (range(1600), range(1600, 2000)))  # fmt: skip
+    train, val = (ArraySamples(source, part, seed) for part in (range(1600), range(1600, 2000)))
     return Data(train, val, [str(n) for n in range(5)], 10, 1, source.digest())
 
 
