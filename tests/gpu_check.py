@@ -10,6 +10,7 @@ script itself.
 
 import argparse
 import json
+import math
 import platform
 import subprocess
 import sys
@@ -148,6 +149,15 @@ def checks(device: str, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]
         )
         return {"holds": same, **found}
 
+    def photos() -> dict[str, Any]:
+        from benchmarks.input import WORKERS, write_photos  # needs scikit-learn's images
+
+        write_photos(folder / "photos")
+        command = [sys.executable, "-m", "benchmarks.input", "ours", str(folder / "photos")]
+        speed = float(finished(command).splitlines()[-1]) / WORKERS
+        return {"holds": True, "photos_per_s_a_process": speed,
+                "processes_for_4000_per_s": math.ceil(4000 / speed)}  # fmt: skip
+
     return {
         "one_and_two_ranks_train_alike_in_fp64": one_and_two_ranks,
         "an_interrupted_run_ends_with_the_same_bits": resume,
@@ -156,6 +166,7 @@ def checks(device: str, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]
         "virtual_ranks_give_the_same_bits_on_one_and_two_gloo_ranks": virtual_ranks,
         "what_determinism_costs": price_of_determinism,
         "resnet50_images_per_s_and_the_same_loss_in_every_setting": images_per_s,
+        "photos_that_a_loading_process_decodes": photos,
         "dp_resnet50_trains_on_one_device": data_parallel,
         "the_split_model_is_the_whole_one_in_fp64": split,
         "checkpoint_rnn_uses_a_fifth_of_the_memory_and_auto_keeps_its_budget": checkpointing,
@@ -200,7 +211,7 @@ def main() -> int:
             start_s = time.monotonic()
             try:
                 found = available[name]()
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
+            except (RuntimeError, ImportError, subprocess.TimeoutExpired) as error:
                 found = {"holds": False, "error": str(error)}
             found["elapsed_s"] = round(time.monotonic() - start_s, 1)
             result["checks"][name] = found
