@@ -49,9 +49,10 @@ def run_fresh(
 
 def fresh_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment without a launcher's variables, and with the project's path."""
-    given = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_LAUNCHER)}
+    own = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_LAUNCHER)}
+    given = {**own, **(more or {})}
     path = os.pathsep.join(filter(None, [ROOT, given.get("PYTHONPATH")]))
-    return {**given, **(more or {}), "PYTHONPATH": path}
+    return {**given, "PYTHONPATH": path}
 
 
 def run_recipe(

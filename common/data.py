@@ -193,10 +193,8 @@ def _open(options: DataOptions, seed: int, ranks: Ranks) -> Data:
 def _arrays_data(arrays: "Arrays", train: Sequence[int], val: Sequence[int], seed: int) -> Data:
     channels, side, _ = arrays.images[0].shape
     names = [str(number) for number in range(10)]
-    training, validation = (
-        ArraySamples(arrays, train, seed, shift=True),
-        ArraySamples(arrays, val, seed),
-    )
+    training = ArraySamples(arrays, train, seed, shift=True)
+    validation = ArraySamples(arrays, val, seed)
     return Data(training, validation, names, channels, side, arrays.digest())
 
 
@@ -218,9 +216,6 @@ class Arrays:
 
     def __init__(self, images: Tensor, labels: Any) -> None:
         self.images, self.labels = images, torch.as_tensor(labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.images[index], int(self.labels[index])
 
     def digest(self) -> str:
         """SHA-256 over all of it."""

@@ -74,10 +74,10 @@ class ParallelOptions:
         return batch_size_per_rank // self.accumulate
 
 
-def average_otherwise(ddp: DistributedDataParallel, options: ParallelOptions) -> None:
-    """Let `ddp` average gradients otherwise than by an all-reduce of each bucket, where it should.
+def set_comm_hook(ddp: DistributedDataParallel, options: ParallelOptions) -> None:
+    """Register what averages a bucket of gradients, where it is not DDP's own all-reduce.
 
-    Virtual ranks bring their own way.
+    Virtual ranks register theirs themselves.
     """
     if options.gradient_compression == "bf16":
         ddp.register_comm_hook(None, average_in_bf16)

@@ -189,8 +189,6 @@ def main() -> int:
         return 2
     if arguments.only and arguments.output == RESULT:
         parser.error("--only is for a look: give another --output")
-    if unknown := set(arguments.only or ()) - checks(arguments.device, Path()).keys():
-        parser.error(f"no check {', '.join(sorted(unknown))}")
     cuda = arguments.device == "cuda"
     commit = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True
@@ -207,6 +205,8 @@ def main() -> int:
     arguments.output.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         available = checks(arguments.device, Path(folder))
+        if unknown := set(arguments.only or ()) - available.keys():
+            parser.error(f"no check {', '.join(sorted(unknown))}")
         for name in arguments.only or available:
             start_s = time.monotonic()
             try:

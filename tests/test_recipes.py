@@ -556,16 +556,8 @@ def test_a_compiled_model_trains_alike_and_goes_on_to_the_bit(recipe: Recipe) ->
     assert names[0] == names[1]
     recipe(*options, "--compile", "--max-steps", "17", folder="cut").assert_ok()
     assert recipe(*options, "--compile", folder="cut").assert_ok().sha == whole.sha
-    shards = (
-        "ddp_launch",
-        "--virtual-ranks",
-        "2",
-        "--compile",
-        "--dropout",
-        "0.3",
-        "--epochs",
-        "1",
-    )
+    shards = ("ddp_launch", "--virtual-ranks", "2", "--compile", "--dropout", "0.3",
+              "--epochs", "1")  # fmt: skip
     on = [recipe(*shards, "--nproc", n, folder=f"on {n}").assert_ok().sha for n in ("1", "2")]
     assert on[0] == on[1]
 

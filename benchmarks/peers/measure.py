@@ -3,16 +3,13 @@
 import json
 import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common.comparison import fresh_environment
+from common.comparison import fresh_environment, run_fresh
 from common.errors import TrainingError
-from common.launch import end_with_parent
 
 INJECT = Path(__file__).parent / "inject"
 
@@ -68,17 +65,13 @@ def instrumented(folder: Path, **more: str) -> dict[str, str]:
 def run_stamped(folder: Path, options: Sequence[str]) -> list[float]:
     """Run ddp_launch into `folder`/run, both new; rank 0's stamps.
 
-    Raises:
-        TrainingError: the run failed.
+    Raises what `run_fresh` does.
     """
     folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-m", "recipes", "ddp_launch", *options, "--output-dir", folder / "run"],
-        env=instrumented(folder, CUDA_VISIBLE_DEVICES=""), capture_output=True, text=True,
-        preexec_fn=end_with_parent,
+    run_fresh(
+        "recipes", ["ddp_launch", *options, "--output-dir", folder / "run"],
+        instrumented(folder, CUDA_VISIBLE_DEVICES=""),
     )  # fmt: skip
-    if done.returncode:
-        raise TrainingError(done.stderr[-800:])
     stamps: list[float] = json.loads((folder / "rank_0.json").read_text())["stamps"]
     return stamps
 

@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from common.data import DataOptions, load_data, make_loaders
 from common.ddp import (
     ParallelOptions,
-    average_otherwise,
     micro_batches,
+    set_comm_hook,
     synchronize_batch_norm,
     warm_up,
 )
@@ -97,7 +97,7 @@ def train(config: Config, ranks: Ranks) -> None:
             bucket_cap_mb=parallel.bucket_mb,
             gradient_as_bucket_view=True,  # saves one copy of the gradients
         )
-        average_otherwise(ddp, parallel)
+        set_comm_hook(ddp, parallel)
         if shards := parallel.virtual_ranks:  # the same bits on any number of processes
             use_virtual_ranks(ddp, shards, batch_size, config.run, lambda: loop.state.step)
 
