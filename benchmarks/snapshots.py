@@ -9,26 +9,14 @@ from benchmarks.input import write_photos
 from benchmarks.peers.measure import run_stamped
 from common.comparison import spread
 from common.figure import save_figure
-from common.ranks import Ranks
-from common.record import mebibytes, progress_bar
+from common.record import mebibytes
 
 WINDOW = 20
 """Steps: one snapshot in so many."""
-PAIRS = 1
-"""Of a window with a snapshot at its beginning and those around it without, in one epoch."""
-STEPS, BATCH_SIZE = (2 * PAIRS + 4) * WINDOW, 6
+BATCH_SIZE = 6
 OPTIONS = ["--nproc", "2", "--model", "resnet50", "--lr", "0.02", "--data", "imagefolder",
            "--no-verify-images", "--image-size", "160", "--global-batch-size", str(BATCH_SIZE),
-           "--keep-snapshots", "1", "--snapshot-every", str(2 * WINDOW),
-           "--max-steps", str(STEPS)]  # fmt: skip
-
-
-def run_once(folder: Path, photos: Path) -> dict[str, Any]:
-    """Seconds of each step of one run, and the snapshot's size."""
-    stamps = run_stamped(folder, [*OPTIONS, "--data-path", str(photos)])
-    (snapshot,) = (folder / "run" / "snapshots").glob("*.pt")
-    return {"steps_s": [after - before for before, after in pairwise(stamps)],
-            "snapshot_bytes": snapshot.stat().st_size}  # fmt: skip
+           "--keep-snapshots", "1", "--snapshot-every", str(2 * WINDOW)]  # fmt: skip
 
 
 def windows(steps_s: list[float]) -> list[tuple[float, float]]:
@@ -47,23 +35,24 @@ def windows(steps_s: list[float]) -> list[tuple[float, float]]:
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
-    """Windows of some runs, and how much longer one lasts with a snapshot in it."""
-    runs = []
-    write_photos(folder / "photos", train=STEPS * BATCH_SIZE)
-    with progress_bar(rounds, 0, Ranks(), unit="run") as bar:
-        for number in range(rounds):
-            runs.append(run_once(folder / str(number), folder / "photos"))
-            bar.update()
-    pairs = [pair for run in runs for pair in windows(run["steps_s"])]
-    shares = [100 * (with_one / without - 1) for with_one, without in pairs]
-    copies = [run["steps_s"][4 * WINDOW - 1] - statistics.median(run["steps_s"]) for run in runs]
-    step_s = statistics.median(second for run in runs for second in run["steps_s"])
-    row = [mebibytes(runs[0]["snapshot_bytes"]), f"{step_s:.2f}",
-           spread(shares, digits=1), f"{1000 * statistics.median(copies):.0f}"]  # fmt: skip
+    """`rounds` windows with a snapshot in one run, and how much longer each lasts for it."""
+    steps = (2 * rounds + 4) * WINDOW
+    write_photos(folder / "photos", train=steps * BATCH_SIZE)
+    stamps = run_stamped(
+        folder / "stamped",
+        [*OPTIONS, "--max-steps", str(steps), "--data-path", str(folder / "photos")],
+    )
+    (snapshot,) = (folder / "stamped" / "run" / "snapshots").glob("*.pt")
+    steps_s = [after - before for before, after in pairwise(stamps)]
+    shares = [100 * (with_one / without - 1) for with_one, without in windows(steps_s)]
+    step_s = statistics.median(steps_s)
+    copies_s = [steps_s[end - 1] - step_s for end in range(4 * WINDOW, steps, 2 * WINDOW)]
+    row = [mebibytes(snapshot.stat().st_size), f"{step_s:.2f}", spread(shares, digits=1),
+           f"{1000 * statistics.median(copies_s):.0f}"]  # fmt: skip
     table = {
         "title": f"ResNet-50 with momentum at 160 px on 2 processes, a snapshot every {WINDOW} "
-        f"steps; median (least to most) of {len(pairs)} times {WINDOW} steps with "
-        f"one, each beside the {WINDOW} before and after it.",
+        f"steps; median (least to most) of {rounds} times {WINDOW} steps with one in one run, each "
+        f"beside the {WINDOW} before and after it.",
         "columns": [
             "a snapshot",
             "a step [s]",
@@ -72,18 +61,18 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
         ],
         "rows": [row],
     }
-    return {"tables": [table], "shares": shares, "runs": runs}
+    return {"tables": [table], "shares": shares, "runs": [{"steps_s": steps_s}]}
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Seconds of each step of the first run, snapshots marked."""
+    """Seconds of each step, snapshots marked."""
 
     def plot(axes: Any) -> None:
         steps_s = result["runs"][0]["steps_s"]
-        axes.plot(range(2, len(steps_s) + 2), steps_s, ".-", label="one run")
-        for pair in range(PAIRS + 1):
-            axes.axvline((2 * pair + 2) * WINDOW + 0.5, color="tab:red", linestyle="--",
-                         label=None if pair else "a snapshot begins")  # fmt: skip
+        axes.plot(range(2, len(steps_s) + 2), steps_s, ".-")
+        for step in range(2 * WINDOW, len(steps_s), 2 * WINDOW):
+            axes.axvline(step + 0.5, color="tab:red", linestyle="--",
+                         label="a snapshot begins" if step == 2 * WINDOW else None)  # fmt: skip
         axes.set(xlabel="step", ylabel="seconds", ylim=(0, None))
         axes.legend()
 

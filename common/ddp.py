@@ -101,7 +101,7 @@ def average_in_bf16(
     group: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
     """A communication hook of DDP: what torch's bf16_compress_hook does, which refuses CPUs."""
-    mean = bucket.buffer().div(dist.get_world_size(group)).to(torch.bfloat16)
+    mean = bucket.buffer().div_(dist.get_world_size(group)).to(torch.bfloat16)
     sent = dist.all_reduce(mean, group=group, async_op=True).get_future()
     return sent.then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
@@ -141,14 +141,18 @@ def warm_up(
     Raises:
         InputError: a batch that the model cannot train on (BatchNorm over a single value).
     """
+    images = image.expand(batch_size, *image.shape).contiguous()
+    autocast = autocast or torch.autocast(image.device.type, enabled=False)
     with left_as_it_was(model):
-        try:
-            with autocast or contextlib.nullcontext():
-                logits = model(image.expand(batch_size, *image.shape).contiguous())
+        try:  # not compiled: the compiler's errors say nothing of a batch
+            with torch.no_grad(), autocast, torch.compiler.set_stance("force_eager"):
+                model(images)
         except ValueError as error:
             raise InputError(
                 f"a batch of {batch_size} samples of {tuple(image.shape)}: {error}"
             ) from error
+        with autocast:
+            logits = model(images)
         logits.float().sum().backward()
     if isinstance(model, DistributedDataParallel):
         # The next forward pass is the one that lays them out, by what the backward has seen.

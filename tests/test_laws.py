@@ -296,6 +296,14 @@ def settle_leaves_no_trace(ranks: Ranks) -> bool:
     return same and no_gradient and torch.equal(random_before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_batch_that_batch_norm_refuses_is_bad_input(compiled: bool) -> None:
+    model: Any = nn.Sequential(nn.Conv2d(1, 4, 8), nn.BatchNorm2d(4))
+    model = torch.compile(model) if compiled else model
+    with pytest.raises(InputError, match=r"a batch of 1 samples of \(1, 8, 8\): Expected more"):
+        warm_up(model, torch.randn(1, 8, 8), 1)
+
+
 def test_settling_buckets_leaves_no_trace(pool: Pool) -> None:
     torch.manual_seed(0)
     assert pool.run(in_group, 2, settle_leaves_no_trace) == [True, True]

@@ -5,9 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import __main__ as parts
-from benchmarks import network, snapshots
+from benchmarks import gradients, network, snapshots
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers.measure import from_stamps, read_stamps, snapshot_step
 from benchmarks.peers.task import (
@@ -20,8 +23,10 @@ from benchmarks.peers.task import (
 )
 from common.errors import STATUS_FAILED, TrainingError
 from common.optim import OptimizerOptions
+from common.ranks import Ranks
 from recipes import bench, cli
 from tests.conftest import ROOT, Recipe
+from tests.pool import Pool, in_group
 
 
 def stamps(steps_per_epoch: int, snapshot_after: int, boundary_s: float) -> list[float]:
@@ -136,11 +141,40 @@ def test_the_alpha_beta_model() -> None:
     assert network.step_s(0.1, 0.0, 1e6, 8e6, ranks=1000) == pytest.approx(0.1 + 2, rel=0.01)
 
 
+def test_speed_over_no_communication_is_that_of_the_same_round() -> None:
+    case = next(iter(gradients.CASES))
+    alone, averaged = [0.1, 0.4, 0.2], [0.2, 0.4, 0.8]
+    step_s = {way: alone if way == gradients.ALONE else averaged for way in gradients.WAYS}
+    first, second, *_ = gradients.table({case: {"step_s": step_s}}, 3)["rows"]
+    assert first == [case, gradients.ALONE, "200.0", "1"]
+    assert second[2:] == ["400.0", "0.50 (0.25 to 1.00)"]
+
+
+def gradients_of_one_number(ranks: Ranks) -> bool:
+    """Whether each rank keeps its own gradients, though they are several buckets."""
+    model = nn.Sequential(nn.Linear(400, 400), nn.Linear(400, 400))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.1)
+    ddp.register_comm_hook(None, gradients.one_number)
+    inputs = torch.randn(4, 400, generator=torch.Generator().manual_seed(ranks.rank))
+    own = torch.autograd.grad(model(inputs).square().sum(), list(model.parameters()))
+    for _ in range(2):  # the buckets are laid out anew after the first
+        ddp.zero_grad()
+        ddp(inputs).square().sum().backward()
+    return all(
+        p.grad is not None and torch.equal(p.grad, g)
+        for p, g in zip(model.parameters(), own, strict=True)
+    )
+
+
+def test_one_number_averages_no_gradients(pool: Pool) -> None:
+    assert pool.run(in_group, 2, gradients_of_one_number) == [True, True]
+
+
 def test_windows_with_a_snapshot_and_without() -> None:
-    steps_s = [1.0] * ((2 * snapshots.PAIRS + 4) * snapshots.WINDOW - 1)
+    steps_s = [1.0] * ((2 * 3 + 4) * snapshots.WINDOW - 1)
     for snapshot in range(40, len(steps_s), 40):
         steps_s[snapshot - 1] += 4  # from the end of this step to that of the next
-    assert snapshots.windows(steps_s) == [(24, 20)] * snapshots.PAIRS
+    assert snapshots.windows(steps_s) == [(24, 20)] * 3
 
 
 @pytest.mark.parametrize("part", parts.PARTS)
@@ -154,4 +188,4 @@ def test_the_page_of_a_part_shows_what_was_measured(part: str) -> None:
 
 def test_parts_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.attempt(lambda: parts.main(["nothing"])) == 2
-    assert "no part nothing: step, input, snapshots, network" in capsys.readouterr().err
+    assert "no part nothing: step, input, snapshots, network, gradients" in capsys.readouterr().err
