@@ -74,17 +74,17 @@ CASES: dict[str, tuple[str, float | None, list[str]]] = {
     f"{RESNET}, 1 Gbit/s": (RESNET, 1e9, list(WAYS)),
 }
 """Model, the link's bandwidth each way [bit/s], and ways."""
-MODELS: dict[str, tuple[ModelOptions, DataOptions, int, int]] = {
-    CONVNET: (ModelOptions(), DataOptions(), 48, 100),
-    RESNET: (ModelOptions(model="resnet18"), DataOptions(image_size=64), 32, 3),
+MODELS: dict[str, tuple[ModelOptions, DataOptions, int, int, int]] = {
+    CONVNET: (ModelOptions(), DataOptions(), 48, 10, 10),
+    RESNET: (ModelOptions(model="resnet18"), DataOptions(image_size=64), 32, 3, 1),
 }
-"""Model, data, samples a rank and steps a round."""
+"""Model, data, samples a rank, turns a round, and steps a turn."""
 
 
 def take_turns(model_name: str, ways: list[str], rounds: int, ranks: Ranks) -> dict[str, Any]:
     """Seconds of a step with each way, by round: the mean of both ranks' own clocks."""
     torch.set_num_threads(1)
-    model_options, data_options, samples, steps = MODELS[model_name]
+    model_options, data_options, samples, turns, steps = MODELS[model_name]
     device, order = torch.device("cpu"), torch.Generator()
     found: dict[str, list[float]] = {way: [] for way in ways}
     with process_group(ranks, device, "gloo", timeout_s=60):
@@ -111,20 +111,24 @@ def take_turns(model_name: str, ways: list[str], rounds: int, ranks: Ranks) -> d
             optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9, fused=True)
             warm_up(ddp, loader.prepare(data.train[(0, 0)][0]), samples)
             copies[way] = ddp, optimizer
-        for number in range(rounds + 1):  # the first finds nothing in its place, and does not count
-            for place in torch.randperm(len(ways), generator=order).tolist():
-                way = ways[place]
-                ddp, optimizer = copies[way]
-                dist.barrier()
-                start_s = time.perf_counter()
-                for _ in range(steps):
-                    images, labels = next(stream)
-                    cross_entropy(ddp(images), labels).backward()
-                    optimizer.step()
-                    optimizer.zero_grad(set_to_none=True)
-                own_s = (time.perf_counter() - start_s) / steps
-                if number:
-                    found[way].append(sum(gather(own_s)) / ranks.world_size)
+
+        def steps_s(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> float:
+            dist.barrier()
+            start_s = time.perf_counter()
+            for _ in range(steps):
+                images, labels = next(stream)
+                cross_entropy(ddp(images), labels).backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            return time.perf_counter() - start_s
+
+        for number in range(rounds + 1):  # the first finds nothing in its place: not counted
+            spent_s = dict.fromkeys(ways, 0.0)
+            for _ in range(turns):
+                for place in torch.randperm(len(ways), generator=order).tolist():
+                    spent_s[ways[place]] += steps_s(*copies[ways[place]])
+            for way in ways if number else ():
+                found[way].append(sum(gather(spent_s[way])) / ranks.world_size / turns / steps)
     return {"step_s": found}
 
 
