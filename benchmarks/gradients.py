@@ -60,7 +60,6 @@ WAYS: dict[str, tuple[Hook | None, float | None]] = {
     "the default": (None, None),
     "bf16": (average_in_bf16, None),
     "`--bucket-mb 1`": (None, 1),
-    "`--bucket-mb 5`": (None, 5),
     "`--bucket-mb 100`": (None, 100),
     "bf16, `--bucket-mb 1`": (average_in_bf16, 1),
 }
@@ -76,7 +75,7 @@ CASES: dict[str, tuple[str, float | None, list[str]]] = {
 """Model, the link's bandwidth each way [bit/s], and ways."""
 MODELS: dict[str, tuple[ModelOptions, DataOptions, int, int, int]] = {
     CONVNET: (ModelOptions(), DataOptions(), 48, 10, 10),
-    RESNET: (ModelOptions(model="resnet18"), DataOptions(image_size=64), 32, 3, 1),
+    RESNET: (ModelOptions(model="resnet18"), DataOptions(image_size=64), 32, 2, 2),
 }
 """Model, data, samples a rank, turns a round, and steps a turn."""
 
