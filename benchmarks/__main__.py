@@ -20,7 +20,7 @@ from common.record import write_json
 from recipes import bench, cli
 
 HERE = Path(__file__).parent
-PARTS = ("step", "input", "snapshots", "network", "gradients")
+PARTS = ("step", "input", "snapshots", "network")
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,67 +1,185 @@
-"""What travels less is worth more on a slower network: two hosts with a limited link (root).
+"""What averaging gradients costs on links of different speed, and what sending less is worth.
 
-The hosts are network namespaces of this machine, a process each, and the link between them is held
-to a bandwidth by the kernel's token bucket (tc-tbf). The alpha-beta model (a message of n bytes
-takes alpha + n / bandwidth) is fitted without a limit, and drawn beside what is measured.
+Two hosts (network namespaces of this machine, root) have a process each, and the link between them
+is held to a bandwidth by the kernel's token bucket (tc-tbf). A process holds a copy of the model
+for every way to average, and takes a few steps with each in turn, in an order drawn anew each time:
+what disturbs the machine for seconds meets all alike, as it does not where runs follow each other.
+The alpha-beta model (a message of n bytes takes alpha + n / bandwidth) is fitted without a limit,
+and drawn beside what is measured.
+
+    python -m benchmarks.network MODEL ROUNDS FILE    one of the two, in torchrun's environment
 
 Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH",
 section 3; Linux, tc-tbf(8).
 """
 
 import json
+import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.comparison import fresh_environment, in_turn, median, spread
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from common.comparison import fresh_environment, run_recipe, spread
+from common.data import DataOptions, load_data, make_loaders
+from common.ddp import average_in_bf16, micro_batches, warm_up
 from common.errors import TrainingError
 from common.figure import save_figure
-from common.models import ModelOptions, build_model
+from common.group import gather, process_group
+from common.launch import end_process, run_rank
+from common.models import ModelOptions, build_model, prepare_model
+from common.prefetch import DeviceBatches
+from common.ranks import Ranks, resolve
+from common.record import progress_bar
+from common.seeds import seed_everything
+from common.stream import GlobalBatches
 from tests.test_two_hosts import ADDRESSES, two_hosts
 
-BANDWIDTHS = {"no limit": None, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
-"""Of the link, each way [bit/s]."""
+Hook = Callable[[dist.ProcessGroup | None, dist.GradBucket], torch.futures.Future[Tensor]]
+
+
+def one_number(
+    group: dist.ProcessGroup | None, bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
+    """A communication hook of DDP that averages a single number a step, and no gradients.
+
+    What it costs is the wait for each other, which is left however little is sent.
+    """
+    if not bucket.is_last():
+        return noop_hook(group, bucket)
+    sent = dist.all_reduce(torch.zeros(1), group=group, async_op=True).get_future()
+    return sent.then(lambda _: bucket.buffer())
+
+
+@dataclass(frozen=True)
+class Way:
+    """How gradients are averaged.
+
+    Args:
+        hook: in place of DDP's own all-reduce.
+        bucket_mb: size of a bucket [MiB], in place of torch's 1, then 25.
+        accumulate: batches that are computed for one step.
+        sent: share of the gradients' bytes.
+    """
+
+    hook: Hook | None = None
+    bucket_mb: float | None = None
+    accumulate: int = 1
+    sent: float = 1.0
+
+
+ALONE, DEFAULT = "no communication", "the default"
+WAYS = {
+    ALONE: Way(noop_hook, sent=0.0),
+    "one number, no gradients": Way(one_number, sent=0.0),
+    DEFAULT: Way(),
+    "bf16": Way(average_in_bf16, sent=0.5),
+    "bf16, 2 x batch": Way(average_in_bf16, accumulate=2, sent=0.5),
+    "`--bucket-mb 1`": Way(bucket_mb=1),
+    "`--bucket-mb 100`": Way(bucket_mb=100),
+}
+LINKS = {"no limit": None, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
+"""Bandwidths each way [bit/s]."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and what is tried with it: a round has `turns` of `steps` with every way."""
+
+    model: ModelOptions
+    data: DataOptions
+    samples_a_rank: int
+    turns: int
+    steps: int
+    ways: tuple[str, ...]
+    links: tuple[str, ...]
+
+
+CONVNET = "convnet, 8 px, 48 images a rank"
+CASES = {
+    CONVNET: Case(  # its gradients are one bucket
+        ModelOptions(), DataOptions(), 48, 6, 10, tuple(WAYS)[:5], tuple(LINKS)
+    ),
+    "ResNet-18, 64 px, 32 images a rank": Case(
+        ModelOptions(model="resnet18"), DataOptions(image_size=64), 32, 2, 2,
+        tuple(way for way in WAYS if "2 x" not in way), ("no limit", "1 Gbit/s"),
+    ),
+}  # fmt: skip
 BATCH = 96
-SETTINGS: dict[str, list[str]] = {
-    "the default": [],
-    "bf16": ["--gradient-compression", "bf16"],
-    "bf16, 2 x batch": ["--gradient-compression", "bf16", "--global-batch-size", str(2 * BATCH),
+LOSSES = {
+    DEFAULT: ["--global-batch-size", str(BATCH)],
+    "bf16": ["--global-batch-size", str(BATCH), "--gradient-compression", "bf16"],
+    "bf16, 2 x batch": ["--global-batch-size", str(2 * BATCH), "--gradient-compression", "bf16",
                         "--accumulate", "2", "--lr", "0.2"],
 }  # fmt: skip
-ALONE = "no communication"
+"""The convnet's ways as options of ddp_launch, to see what they do to the loss."""
 EPOCHS = 15
 
 
-def run_on_both(names: Sequence[str], setting: str, folder: Path) -> dict[str, Any]:
-    """Train on both hosts; the summary. With no communication each trains its half by itself.
+def take_turns(case: Case, rounds: int, ranks: Ranks) -> dict[str, list[float]]:
+    """Samples/s of both hosts together with each way, by round."""
+    torch.set_num_threads(1)
+    device, order = torch.device("cpu"), torch.Generator()
+    found: dict[str, list[float]] = {way: [] for way in case.ways}
+    with process_group(ranks, device, "gloo", timeout_s=60):
+        data = load_data(case.data, 0, ranks)
+        streams: dict[int, Iterator[Any]] = {}
+        for accumulate in {WAYS[way].accumulate for way in case.ways}:
+            batch_size = case.samples_a_rank * accumulate * ranks.world_size
+            batches, loader, _ = make_loaders(
+                data, case.data, batch_size, 0, ranks, device, torch.float32, Path()
+            )
+            streams[accumulate] = _endless(batches, loader)
+        copies = {}
+        for way in case.ways:
+            seed_everything(0)
+            ddp = DistributedDataParallel(
+                prepare_model(case.model, data), bucket_cap_mb=WAYS[way].bucket_mb,
+                gradient_as_bucket_view=True,
+            )  # fmt: skip
+            if hook := WAYS[way].hook:
+                ddp.register_comm_hook(None, hook)
+            warm_up(ddp, data.train[(0, 0)][0], case.samples_a_rank)
+            copies[way] = ddp, torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9, fused=True)
 
-    Raises:
-        TrainingError: a run failed.
-    """
-    processes, environment = [], fresh_environment({"CUDA_VISIBLE_DEVICES": ""})
-    for node, name in enumerate(names):
-        options = ["--epochs", str(EPOCHS), "--output-dir", str(folder)]
-        if setting == ALONE:
-            options[-1] += str(node)
-            options += ["--nproc", "1", "--global-batch-size", str(BATCH // 2)]
-        else:
-            options += ["--nproc", "1", "--nnodes", "2", "--node-rank", str(node),
-                        "--master-addr", ADDRESSES[0], "--master-port", "29500",
-                        *SETTINGS[setting]]  # fmt: skip
-        command = ["ip", "netns", "exec", name, sys.executable, "-m", "recipes", "ddp_launch"]
-        processes.append(
-            subprocess.Popen([*command, *options], env=environment, text=True,
-                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        )  # fmt: skip
-    said = [process.communicate()[1] for process in processes]
-    if any(process.returncode for process in processes):
-        raise TrainingError(f"{setting}: {' '.join(said)[-800:]}")
-    paths = [Path(f"{folder}{node}") for node in (0, 1)] if setting == ALONE else [folder]
-    found = [json.loads((path / "summary.json").read_text()) for path in paths]
-    summary: dict[str, Any] = found[0]
-    return {**summary, "samples_per_s": sum(one["samples_per_s"] for one in found)}
+        def spent_s(way: str) -> float:
+            ddp, optimizer = copies[way]
+            accumulate = WAYS[way].accumulate
+            dist.barrier()
+            start_s = time.perf_counter()
+            for _ in range(case.steps):
+                images, labels = next(streams[accumulate])
+                for part, truth in micro_batches(ddp, images, labels, accumulate):
+                    (cross_entropy(ddp(part), truth) / accumulate).backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            return time.perf_counter() - start_s
+
+        for number in range(rounds + 1):  # the first finds nothing in its place: not counted
+            total_s = dict.fromkeys(case.ways, 0.0)
+            for _ in range(case.turns):
+                for place in torch.randperm(len(case.ways), generator=order).tolist():
+                    total_s[case.ways[place]] += spent_s(case.ways[place])
+            for way in case.ways if number else ():
+                samples = case.turns * case.steps * case.samples_a_rank * WAYS[way].accumulate
+                found[way].append(sum(samples / each_s for each_s in gather(total_s[way])))
+    return found
+
+
+def _endless(batches: GlobalBatches, loader: DeviceBatches) -> Iterator[Any]:
+    while True:
+        batches.set_epoch(batches.epoch + 1)
+        yield from loader
 
 
 def limit(names: Sequence[str], bits_per_s: float | None) -> None:
@@ -74,9 +192,33 @@ def limit(names: Sequence[str], bits_per_s: float | None) -> None:
             subprocess.run([*tc, "add", "dev", "eth0", "root", "tbf", *rate], check=True)
 
 
-def parameter_bytes() -> int:
+def run_on_both(names: Sequence[str], name: str, rounds: int, file: Path) -> dict[str, list[float]]:
+    """What `take_turns` finds on the two hosts.
+
+    Raises:
+        TrainingError: a process failed.
+    """
+    processes = []
+    for rank, host in enumerate(names):
+        environment = fresh_environment(
+            {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+             "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", "CUDA_VISIBLE_DEVICES": ""}
+        )  # fmt: skip
+        command = ["ip", "netns", "exec", host, sys.executable, "-P", "-m", __name__]
+        processes.append(
+            subprocess.Popen([*command, name, str(rounds), str(file)], env=environment, text=True,
+                             stderr=subprocess.PIPE)
+        )  # fmt: skip
+    said = [process.communicate()[1] for process in processes]
+    if any(process.returncode for process in processes):
+        raise TrainingError(f"{name}: {' '.join(said)[-800:]}")
+    found: dict[str, list[float]] = json.loads(file.read_text())
+    return found
+
+
+def parameter_bytes(case: Case) -> int:
     """Of the model's gradients in fp32."""
-    model = build_model(ModelOptions(), 1, 10, 8)
+    model = build_model(case.model, 1, 10, case.data.image_size or 8)
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
@@ -97,46 +239,57 @@ def step_s(
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
-    """Every setting at every bandwidth, in turn."""
-    cases = [f"{name}: {setting}" for name in BANDWIDTHS for setting in SETTINGS]
-    with two_hosts() as names:
+    """Every way on every link, and the loss that a whole run with it ends at."""
+    runs: dict[str, dict[str, Any]] = {name: {} for name in CASES}
+    pairs = [(name, link) for name, case in CASES.items() for link in case.links]
+    total = len(pairs) + len(LOSSES)
+    with two_hosts() as hosts, progress_bar(total, 0, Ranks(), unit="run") as bar:
+        for name, link in pairs:
+            limit(hosts, LINKS[link])
+            runs[name][link] = run_on_both(hosts, name, rounds, folder / "found.json")
+            bar.update()
+        losses = {}
+        for way, options in LOSSES.items():
+            found = run_recipe(
+                "ddp_launch", ["--nproc", "2", "--epochs", str(EPOCHS), *options], folder / way,
+                {"CUDA_VISIBLE_DEVICES": ""},
+            )  # fmt: skip
+            losses[way] = {key: found[key] for key in ("steps", "train_loss", "val_accuracy")}
+            bar.update()
+    sizes = {name: parameter_bytes(case) for name, case in CASES.items()}
+    return {"tables": [measured(runs, rounds), at_the_end(losses), on_paper()], "runs": runs,
+            "losses": losses, "parameter_bytes": sizes}  # fmt: skip
 
-        def one(case: str, number: int) -> dict[str, Any]:
-            bandwidth, setting = case.split(": ")
-            limit(names, BANDWIDTHS[bandwidth])
-            run = run_on_both(names, setting, folder / f"{number} {case}".replace("/", " "))
-            return {key: run[key] for key in ("samples_per_s", "train_loss", "val_accuracy")}
 
-        runs = in_turn([f"no limit: {ALONE}", *cases], one, rounds)
-    return {"tables": [measured(runs, rounds), on_paper()], "runs": runs,
-            "parameter_bytes": parameter_bytes()}  # fmt: skip
-
-
-def ratios(runs: dict[str, Any], case: str, other: str) -> str:
-    """Samples/s over another case's of the same round: median (least to most)."""
-    pairs = zip(runs[case], runs[other], strict=True)
-    return spread([one["samples_per_s"] / theirs["samples_per_s"] for one, theirs in pairs])
+def ratios(run: dict[str, list[float]], way: str, other: str) -> str:
+    """Samples/s over another way's of the same round: median (least to most)."""
+    return spread([one / theirs for one, theirs in zip(run[way], run[other], strict=True)])
 
 
 def measured(runs: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """The table of what was measured."""
-    alone = f"no limit: {ALONE}"
-    rows = [["", ALONE, f"{median(runs[alone], 'samples_per_s'):,.0f}", "", "1", "", ""]]
-    for name in BANDWIDTHS:
-        default = f"{name}: {next(iter(SETTINGS))}"
-        for setting in SETTINGS:
-            case = f"{name}: {setting}"
-            rows.append([name, setting, f"{median(runs[case], 'samples_per_s'):,.0f}",
-                         "1" if case == default else ratios(runs, case, default),
-                         ratios(runs, case, alone), f"{median(runs[case], 'train_loss'):.4f}",
-                         f"{median(runs[case], 'val_accuracy'):.4f}"])  # fmt: skip
+    """The table of speeds."""
+    rows = [
+        [name, link, way, f"{statistics.median(run[way]):,.0f}",
+         "1" if way == DEFAULT else ratios(run, way, DEFAULT),
+         "1" if way == ALONE else ratios(run, way, ALONE)]
+        for name, links in runs.items() for link, run in links.items() for way in run
+    ]  # fmt: skip
     return {
-        "title": f"ddp_launch on two hosts with a process each, {EPOCHS} epochs of digits; median "
-        f"(least to most) of {rounds} rounds in turn. With no communication each host trains half "
-        "of the batch by itself.",
-        "columns": ["link", "setting", "samples/s", "over the default", "over no communication",
-                    "train_loss at the end", "val_accuracy"],
+        "title": "Two hosts with a process each take steps with every way in turn; median (least "
+        f"to most) of {rounds} rounds. With no communication each takes its own.",
+        "columns": ["model", "link", "gradients", "samples/s", "over the default",
+                    "over no communication"],
         "rows": rows,
+    }  # fmt: skip
+
+
+def at_the_end(losses: dict[str, Any]) -> dict[str, Any]:
+    """The table of losses."""
+    return {
+        "title": f"What it does to the loss: {EPOCHS} epochs of ddp_launch on 2 processes.",
+        "columns": ["gradients", "steps", "train_loss at the end", "val_accuracy"],
+        "rows": [[way, str(end["steps"]), f"{end['train_loss']:.4f}", f"{end['val_accuracy']:.4f}"]
+                 for way, end in losses.items()],
     }  # fmt: skip
 
 
@@ -168,30 +321,52 @@ def on_paper() -> dict[str, Any]:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Efficiency by bandwidth: measured, and as the model has it from the runs without a limit."""
-    runs = result["runs"]
-    alone = median(runs[f"no limit: {ALONE}"], "samples_per_s")
 
-    def plot(axes: Any) -> None:
-        limits = [bits for bits in BANDWIDTHS.values() if bits]
+    def plot(*panels: Any) -> None:
+        for axes, (name, case) in zip(panels, CASES.items(), strict=True):
+            plot_case(axes, case, result["runs"][name], result["parameter_bytes"][name])
+            axes.set_title(name)
+
+    def plot_case(axes: Any, case: Case, links: dict[str, Any], gradient_bytes: int) -> None:
+        limits = [bits for link in case.links if (bits := LINKS[link])]
         reach = [min(limits) * 10 ** (place / 10) for place in range(-5, 26)]
-        for number, setting in enumerate(SETTINGS):
-            batch = BATCH * (2 if "2 x" in setting else 1)
-            compute = batch / alone
-            free = batch / median(runs[f"no limit: {setting}"], "samples_per_s")
-            alpha = (free - compute) / 2
-            sent = result["parameter_bytes"] * (0.5 if "bf16" in setting else 1)
-            predicted = [compute / step_s(compute, alpha, sent, bits) for bits in reach]
+        alone = {link: run[ALONE] for link, run in links.items()}
+        compute_s = 1 / statistics.median(alone["no limit"])  # of a sample, on all hosts
+        for number, way in enumerate(case.ways[1:]):
+            samples = case.samples_a_rank * WAYS[way].accumulate * 2
+            free_s = samples / statistics.median(links["no limit"][way])
+            alpha_s = (free_s - samples * compute_s) / 2
+            sent = gradient_bytes * WAYS[way].sent
+            predicted = [samples * compute_s / step_s(samples * compute_s, alpha_s, sent, bits)
+                         for bits in reach]  # fmt: skip
             axes.plot(reach, predicted, f"C{number}--")
-            for name, bits in BANDWIDTHS.items():
-                found = [r["samples_per_s"] / alone for r in runs[f"{name}: {setting}"]]
-                place = bits or reach[-1]
-                axes.plot([place] * len(found), found, f"C{number}o", alpha=0.5,
-                          label=None if bits else setting)  # fmt: skip
+            for link, run in links.items():
+                shares = [own / one for own, one in zip(run[way], alone[link], strict=True)]
+                place = [LINKS[link] or reach[-1]] * len(shares)
+                label = None if LINKS[link] else way.replace("`", "")
+                axes.plot(place, shares, f"C{number}o", alpha=0.5, label=label)
         axes.set_xscale("log")
-        axes.set_xticks([*limits, reach[-1]], ["1 Gbit/s", "100 Mbit/s", "no limit"])
+        axes.set_xticks([*limits, reach[-1]], [*case.links[1:], "no limit"])
         axes.minorticks_off()
         axes.set(xlabel="link, each way (dashed: alpha-beta model)", ylim=(0, None),
                  ylabel="speed over that without communication")  # fmt: skip
         axes.legend()
 
-    save_figure(path, plot)
+    save_figure(path, plot, panels=len(CASES))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """One rank; rank 0 writes what both found."""
+    name, rounds, file = arguments
+    ranks = resolve()
+
+    def body() -> None:
+        found = take_turns(CASES[name], int(rounds), ranks)
+        if ranks.is_main:
+            Path(file).write_text(json.dumps(found))
+
+    return run_rank(body, ranks)
+
+
+if __name__ == "__main__":
+    end_process(main(sys.argv[1:]))

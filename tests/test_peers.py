@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import __main__ as parts
-from benchmarks import gradients, network, snapshots
+from benchmarks import network, snapshots
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers.measure import from_stamps, read_stamps, snapshot_step
 from benchmarks.peers.task import (
@@ -141,20 +141,20 @@ def test_the_alpha_beta_model() -> None:
     assert network.step_s(0.1, 0.0, 1e6, 8e6, ranks=1000) == pytest.approx(0.1 + 2, rel=0.01)
 
 
-def test_speed_over_no_communication_is_that_of_the_same_round() -> None:
-    case = next(iter(gradients.CASES))
-    alone, averaged = [0.1, 0.4, 0.2], [0.2, 0.4, 0.8]
-    step_s = {way: alone if way == gradients.ALONE else averaged for way in gradients.WAYS}
-    first, second, *_ = gradients.table({case: {"step_s": step_s}}, 3)["rows"]
-    assert first == [case, gradients.ALONE, "200.0", "1"]
-    assert second[2:] == ["400.0", "0.50 (0.25 to 1.00)"]
+def test_speeds_are_compared_within_a_round() -> None:
+    run = {way: [100.0, 400.0, 200.0] for way in network.WAYS}
+    run[network.DEFAULT] = [50.0, 400.0, 50.0]
+    rows = network.measured({"model": {"link": run}}, 3)["rows"]
+    shown = {row[2]: row[3:] for row in rows}
+    assert shown[network.ALONE] == ["200", "2.00 (1.00 to 4.00)", "1"]
+    assert shown[network.DEFAULT] == ["50", "1", "0.50 (0.25 to 1.00)"]
 
 
 def gradients_of_one_number(ranks: Ranks) -> bool:
     """Whether each rank keeps its own gradients, though they are several buckets."""
     model = nn.Sequential(nn.Linear(400, 400), nn.Linear(400, 400))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.1)
-    ddp.register_comm_hook(None, gradients.one_number)
+    ddp.register_comm_hook(None, network.one_number)
     inputs = torch.randn(4, 400, generator=torch.Generator().manual_seed(ranks.rank))
     own = torch.autograd.grad(model(inputs).square().sum(), list(model.parameters()))
     for _ in range(2):  # the buckets are laid out anew after the first
@@ -188,4 +188,4 @@ def test_the_page_of_a_part_shows_what_was_measured(part: str) -> None:
 
 def test_parts_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.attempt(lambda: parts.main(["nothing"])) == 2
-    assert "no part nothing: step, input, snapshots, network, gradients" in capsys.readouterr().err
+    assert "no part nothing: step, input, snapshots, network" in capsys.readouterr().err
