@@ -141,7 +141,8 @@ def process_group(
         timeout_s: how long to wait for a peer, when joining and in a collective.
 
     Raises:
-        InputError: an address that cannot work, a port in use, two NCCL ranks on one GPU.
+        InputError: an address that cannot work, a port in use, two NCCL ranks on one GPU, GPUs for
+            some ranks only.
         TrainingError: not every rank arrived in time.
     """
     name = choose_backend(backend, device)
@@ -157,8 +158,10 @@ def process_group(
         dist.init_process_group(
             name, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout
         )
-    if "nccl" in name:
-        _refuse_shared_gpu(device)
+    if ranks.world_size > 1:
+        gpu = device.type == "cuda"
+        uuid = str(torch.cuda.get_device_properties(device).uuid) if gpu else ""
+        _refuse_unlike_devices(device.type, uuid, nccl="nccl" in name)
     try:
         yield
     except BaseException as error:
@@ -316,12 +319,27 @@ def interface_towards(address: str) -> str | None:
     return None
 
 
-def _refuse_shared_gpu(device: torch.device) -> None:
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    owners = gather((socket.gethostname(), uuid))
-    if len(set(owners)) < len(owners):
+def _refuse_unlike_devices(kind: str, gpu: str, *, nccl: bool) -> None:
+    """Compare the devices of all ranks.
+
+    Args:
+        kind: of this rank's device, cpu or cuda.
+        gpu: its UUID.
+        nccl: it is NCCL that connects them.
+    """
+    found = gather((socket.gethostname(), kind, gpu))
+    kinds = [kind for _, kind, _ in found]
+    if len(set(kinds)) > 1:
+        with_one, without = (
+            f"rank {(r := kinds.index(k))} on {found[r][0]}" for k in ("cuda", "cpu")
+        )
         raise InputError(
-            f"{len(owners)} ranks share {len(set(owners))} GPUs, which NCCL refuses: start one "
+            f"{with_one} has a GPU, {without} sees none and would train on the CPU: check the "
+            "driver there (nvidia-smi; --gpus all for a container), or give --device cpu to all"
+        )
+    if nccl and len(set(found)) < len(found):
+        raise InputError(
+            f"{len(found)} ranks share {len(set(found))} GPUs, which NCCL refuses: start one "
             "process a GPU, or give --backend gloo to practise with several on one"
         )
 

@@ -97,8 +97,10 @@ def resolve(env: Mapping[str, str] | None = None, local_rank_argument: int | Non
         return _from_mpi(env, "openmpi", "OMPI_COMM_WORLD_{}", "OMPI_MCA_ess_base_jobid")
     if "PMI_RANK" in env and "MPI_LOCALRANKID" in env:
         return _from_mpi(env, "pmi", "PMI_{}", "PMI_ID")
+    # `srun --pty bash` is a shell, though Slurm counts it as a task.
+    shell = "SLURM_PTY_PORT" in env and env.get("SLURM_STEP_NUM_TASKS") == "1"
     if "SLURM_PROCID" in env and env.get("SLURM_STEP_ID", "batch") not in _NO_TASK_STEPS:
-        return _from_slurm(env)
+        return Ranks() if shell else _from_slurm(env)
     return Ranks()
 
 

@@ -31,7 +31,7 @@ from typing import Literal
 from common import stack
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
 from common.hints import SHARED_MEMORY_HINT
-from common.launch import end_with_parent
+from common.launch import ROOT, end_with_parent
 from common.ranks import Ranks, resolve
 from recipes.cli import Parser, attempt
 
@@ -167,7 +167,8 @@ def network(where: Where) -> Iterator[Finding]:
         yield warning("network", f"no way to other hosts (interfaces: {', '.join(names)})",
                       "well on one host; for several, connect them")  # fmt: skip
     else:
-        yield ok("network", f"{towards} leads to other hosts; gloo takes it for several hosts, "
+        gloo = os.environ.get("GLOO_SOCKET_IFNAME", "it")
+        yield ok("network", f"{towards} leads to other hosts; gloo takes {gloo} for several hosts, "
                  f"NCCL what NCCL_SOCKET_IFNAME names (of {', '.join(names)})")  # fmt: skip
     host = socket.gethostname()
     try:
@@ -369,7 +370,8 @@ def all_reduce(nproc: int | None) -> Finding:
     from common.comparison import fresh_environment
 
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-P", "-m", "recipes", "check_network", "--largest", "8",
+        recipe = f"{ROOT}/recipes/check_network/train.py"  # found whatever PYTHONPATH says
+        command = [sys.executable, "-P", recipe, "--largest", "8",
                    "--output-dir", folder, *(["--nproc", str(nproc)] if nproc else [])]  # fmt: skip
         done = subprocess.run(
             command, capture_output=True, text=True, preexec_fn=end_with_parent,

@@ -22,6 +22,10 @@ original=${original:-$0} # the reader's own file, where the user keeps it
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export SLURM_EXPORT_ENV=ALL # where sbatch was given --export, srun would pass on as little
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+settings=() # of the user's, for the command that goes on by hand
+for name in CONTAINER MOUNTS PYTHON MASTER_PORT MAX_RESTARTS; do
+    [[ -z ${!name:-} ]] || settings+=("$name=${!name}")
+done
 MAX_RESTARTS=${MAX_RESTARTS:-3}
 # An array task's raw id can be that of the whole array.
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
@@ -102,7 +106,7 @@ from() { # SNAPSHOT
 }
 
 resubmit() { # the command that goes on by hand
-    printf '%q ' sbatch --nodes="$SLURM_NNODES" --ntasks-per-node="$tasks_per_node" \
+    printf '%q ' "${settings[@]}" sbatch --nodes="$SLURM_NNODES" --ntasks-per-node="$tasks_per_node" \
         --partition="$SLURM_JOB_PARTITION" ${SLURM_JOB_ACCOUNT:+--account="$SLURM_JOB_ACCOUNT"} \
         ${SLURM_JOB_QOS:+--qos="$SLURM_JOB_QOS"} ${SLURM_MEM_PER_NODE:+--mem="$SLURM_MEM_PER_NODE"} \
         ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
@@ -146,10 +150,13 @@ run_step() { # COMMAND, whose status it returns
 
 conclude() { # STATUS of the step: end the job with it, or have it requeued to go on
     local status=$1 state newest refused asked
+    newest=$(newest_snapshot) # now: the requeue kills what this script starts after it
+    if ((status == 2)) && [[ $newest != none ]]; then # the place is to blame, not the options
+        echo "once that is mended, to go on from $(from "$newest"): $(resubmit)" >&2
+    fi
     ((status == 0 || status == 2)) && exit "$status"
     state=$(squeue --noheader --job "$job" --format %T)
     [[ ${state:-RUNNING} == RUNNING ]] || exit "$status" # cancelled, or Slurm requeues it already
-    newest=$(newest_snapshot) # now: the requeue kills what this script starts after it
     case $status in # the signals: of a task that had not come to listen, and torchrun says 1
     138 | 140 | 143) status=75 ;;
     *) [[ ! -e $RECIPES_STOP_MARK ]] || status=75 ;;

@@ -15,7 +15,16 @@ import torch
 from common.ranks import Ranks
 from recipes import doctor
 from recipes.doctor import Finding, Where
-from tests.conftest import OLD_DRIVER, OTHER_NCCL, Recipe, library, need, need_root, small_disk
+from tests.conftest import (
+    OLD_DRIVER,
+    OTHER_NCCL,
+    ROOT,
+    Recipe,
+    library,
+    need,
+    need_root,
+    small_disk,
+)
 
 
 def run(recipe: Recipe, *words: str, env: dict[str, str] | None = None) -> tuple[int, str]:
@@ -235,11 +244,18 @@ def test_in_a_job_every_rank_takes_part(recipe: Recipe) -> None:
         port = str(probe.getsockname()[1])
     processes = []
     for rank in ("0", "1"):
-        env = {"RANK": rank, "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1",
-               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
+        env = {
+            "RANK": rank,
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "PYTHONPATH": "",
+        }  # as in a shell in the repository
         command = [sys.executable, "-m", "recipes", "doctor", "--output-dir", str(recipe.tmp_path)]
         files = {"0": "4096", "1": "200"}[rank]
-        limited = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
+        limited = ["sh", "-c", f'ulimit -n {files}; cd {ROOT}; exec "$@"', "sh", *command]
         processes.append(recipe.start(*limited, env=env))
     first, second = (recipe.finish(process, recipe.tmp_path) for process in processes)
     assert (first.status, second.status, second.stdout) == (0, 0, "")

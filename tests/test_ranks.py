@@ -55,6 +55,15 @@ def test_torch_distributed_launch_without_use_env_passes_an_argument() -> None:
         resolve(TORCHRUN, local_rank_argument=0)
 
 
+def test_a_shell_of_srun_is_no_task() -> None:
+    shell = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+             "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "gpu07",
+             "SLURM_STEP_TASKS_PER_NODE": "1"}  # fmt: skip
+    assert resolve(shell).launcher == "slurm"
+    assert resolve({**shell, "SLURM_PTY_PORT": "43211"}) == Ranks()
+    assert numbers(resolve({**SLURM, "SLURM_PTY_PORT": "43211"})) == (3, 1, 4, 2)
+
+
 def test_srun_one_task_a_gpu() -> None:
     ranks = resolve(SLURM)
     assert numbers(ranks) == (3, 1, 4, 2)

@@ -398,12 +398,13 @@ def test_a_cancelled_job_saves_and_stays_cancelled(submit: Submitter) -> None:
 def test_where_requeue_is_refused_the_log_says_how_to_go_on(
     submit: Submitter, pair: Result
 ) -> None:
-    job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.03"),
-                 sbatch=(*ONE_EACH, "--no-requeue"))  # fmt: skip
+    env = submit.patch(STEP_S="0.03", MAX_RESTARTS="4")
+    job = submit("train", "ddp_launch", *OPTIONS, env=env, sbatch=(*ONE_EACH, "--no-requeue"))
     wait_for(lambda: job.step > 60)
     submit.cluster.run("scancel", "--signal=USR2", job.job_id)
     assert job.result.status == 75
-    (command,) = re.findall(r"to go on from snapshot step_\S+: (sbatch .+)", job.said)
+    (command,) = re.findall(r"to go on from snapshot step_\S+: (.*sbatch .+)", job.said)
+    assert command.startswith("MAX_RESTARTS=4 sbatch ")
     again = submit.cluster.run("bash", "-c", f"{command.replace('sbatch', 'sbatch --parsable', 1)}",
                                cwd=submit.folder).stdout.strip()  # fmt: skip
     second = Job(submit.cluster, again, submit.folder / f"slurm-{again}.out", job.run)
@@ -490,12 +491,24 @@ def test_an_array_over_seeds(submit: Submitter) -> None:
     wrap = "bash slurm/train.sbatch ddp_launch --epochs 1 --seed $SLURM_ARRAY_TASK_ID"
     array = submit.cluster.run(
         "sbatch", "--parsable", "--array=0-1", f"--output={submit.folder}/%a.log", "--requeue",
-        "--signal=USR2@120", f"--wrap={wrap}", env={"RUNS": str(submit.folder)},
+        "--signal=USR2@120", "--open-mode=append", "--time=1:00:00", f"--wrap={wrap}",
+        env={"RUNS": str(submit.folder)},
     ).stdout.strip()  # fmt: skip
     runs = [submit.folder / "ddp_launch" / f"slurm-{array}_{task}" for task in (0, 1)]
     jobs = [Job(submit.cluster, f"{array}_{task}", submit.folder / f"{task}.log", run)
             for task, run in enumerate(runs)]  # fmt: skip
     assert len({job.result.assert_ok().sha for job in jobs}) == 2
+
+
+def test_a_shell_that_srun_opens_is_no_rank(submit: Submitter) -> None:
+    ask = "from common.ranks import resolve; print(resolve().launcher)"
+    found = []
+    for options in ([], ["--pty"]):
+        command = ["srun", *options, sys.executable, "-c", ask]
+        terminal = f"import pty; pty.spawn({command!r})"
+        done = submit.cluster.run(sys.executable, "-c", terminal, env={"PYTHONPATH": str(ROOT)})
+        found.append(done.stdout.split()[-1])
+    assert found == ["slurm", "none"]
 
 
 def test_two_steps_side_by_side_share_no_port(submit: Submitter) -> None:
