@@ -404,7 +404,7 @@ def test_where_requeue_is_refused_the_log_says_how_to_go_on(
     submit.cluster.run("scancel", "--signal=USR2", job.job_id)
     assert job.result.status == 75
     (command,) = re.findall(r"to go on from snapshot step_\S+: (.*sbatch .+)", job.said)
-    assert command.startswith("MAX_RESTARTS=4 sbatch ")
+    assert command.startswith(f"PYTHON={sys.executable} MAX_RESTARTS=4 sbatch ")
     again = submit.cluster.run("bash", "-c", f"{command.replace('sbatch', 'sbatch --parsable', 1)}",
                                cwd=submit.folder).stdout.strip()  # fmt: skip
     second = Job(submit.cluster, again, submit.folder / f"slurm-{again}.out", job.run)
