@@ -6,6 +6,7 @@ python -m benchmarks --redraw               renew figures and README.md from the
 """
 
 import json
+import os
 import shlex
 import sys
 import tempfile
@@ -41,10 +42,13 @@ def main(arguments: Sequence[str]) -> None:
         raise InputError("--rounds must be at least 1")
     if unknown := set(given.parts) - set(PARTS):
         raise InputError(f"no part {', '.join(sorted(unknown))}: {', '.join(PARTS)} are there")
+    if "network" in (given.parts or PARTS) and not given.redraw and os.geteuid():
+        raise InputError(f"network needs root, for hosts of its own: name {', '.join(PARTS[:-1])}")
     folder: Path = given.output or HERE / "results"
     for part in given.parts or PARTS:
         module, file = import_module(f"benchmarks.{part}"), folder / f"{part}.json"
         if not given.redraw:
+            machine = describe_machine()  # of the code that is measured
             start_s = time.monotonic()
             with tempfile.TemporaryDirectory() as scratch:
                 found = module.measure(Path(scratch), given.rounds)
@@ -52,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
                 "command": shlex.join(["python", "-m", "benchmarks", part])
                 + (f" --rounds {given.rounds}" if given.rounds != 5 else ""),
                 "elapsed_s": round(time.monotonic() - start_s, 1),
-                **describe_machine(),
+                **machine,
                 "gpu": None,  # there may be one, but nothing here uses it
             }
             folder.mkdir(parents=True, exist_ok=True)

@@ -78,13 +78,14 @@ class Way:
     sent: float = 1.0
 
 
-ALONE, DEFAULT = "no communication", "the default"
+DEFAULT, ALONE, ALONE_2 = "the default", "no communication", "no communication, 2 x batch"
 WAYS = {
     ALONE: Way(noop_hook, sent=0.0),
     "one number, no gradients": Way(one_number, sent=0.0),
     DEFAULT: Way(),
     "bf16": Way(average_in_bf16, sent=0.5),
     "bf16, 2 x batch": Way(average_in_bf16, accumulate=2, sent=0.5),
+    ALONE_2: Way(noop_hook, accumulate=2, sent=0.0),
     "`--bucket-mb 1`": Way(bucket_mb=1),
     "`--bucket-mb 100`": Way(bucket_mb=100),
 }
@@ -108,7 +109,8 @@ class Case:
 CONVNET = "convnet, 8 px, 48 images a rank"
 CASES = {
     CONVNET: Case(  # its gradients are one bucket
-        ModelOptions(), DataOptions(), 48, 6, 10, tuple(WAYS)[:5], tuple(LINKS)
+        ModelOptions(), DataOptions(), 48, 6, 10,
+        tuple(way for way in WAYS if "bucket" not in way), tuple(LINKS),
     ),
     "ResNet-18, 64 px, 32 images a rank": Case(
         ModelOptions(model="resnet18"), DataOptions(image_size=64), 32, 2, 2,
@@ -149,6 +151,8 @@ def take_turns(case: Case, rounds: int, ranks: Ranks) -> dict[str, list[float]]:
             )  # fmt: skip
             if hook := WAYS[way].hook:
                 ddp.register_comm_hook(None, hook)
+            # Else rank 0 sends what BatchNorm has counted, and the other waits for it.
+            ddp.broadcast_buffers = hook is not noop_hook
             warm_up(ddp, data.train[(0, 0)][0], case.samples_a_rank)
             copies[way] = ddp, torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9, fused=True)
 
@@ -271,12 +275,17 @@ def ratios(run: dict[str, list[float]], way: str, other: str) -> str:
     return spread([one / theirs for one, theirs in zip(run[way], run[other], strict=True)])
 
 
+def alone(way: str) -> str:
+    """What `way` would be with no communication."""
+    return ALONE if WAYS[way].accumulate == 1 else ALONE_2
+
+
 def measured(runs: dict[str, Any], rounds: int) -> dict[str, Any]:
     """The table of speeds."""
     rows = [
         [name, link, way, f"{statistics.median(run[way]):,.0f}",
          "1" if way == DEFAULT else ratios(run, way, DEFAULT),
-         "1" if way == ALONE else ratios(run, way, ALONE)]
+         "1" if way == alone(way) else ratios(run, way, alone(way))]
         for name, links in runs.items() for link, run in links.items() for way in run
     ]  # fmt: skip
     return {
@@ -335,10 +344,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
     def plot_case(axes: Any, case: Case, links: dict[str, Any], gradient_bytes: int) -> None:
         limits = [bits for link in case.links if (bits := LINKS[link])]
         reach = [min(limits) * 10 ** (place / 10) for place in range(-5, 26)]
-        alone = {link: run[ALONE] for link, run in links.items()}
-        compute_s = 1 / statistics.median(alone["no limit"])  # of a sample, on all hosts
-        for number, way in enumerate(case.ways[1:]):
+        ways = [way for way in case.ways if way != alone(way)]
+        for number, way in enumerate(ways):
             samples = case.samples_a_rank * WAYS[way].accumulate * 2
+            # Of a sample, on all hosts.
+            compute_s = 1 / statistics.median(links["no limit"][alone(way)])
             free_s = samples / statistics.median(links["no limit"][way])
             alpha_s = (free_s - samples * compute_s) / 2
             sent = gradient_bytes * WAYS[way].sent
@@ -346,7 +356,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
                          for bits in reach]  # fmt: skip
             axes.plot(reach, predicted, f"C{number}--")
             for link, run in links.items():
-                shares = [own / one for own, one in zip(run[way], alone[link], strict=True)]
+                shares = [own / one for own, one in zip(run[way], run[alone(way)], strict=True)]
                 place = [LINKS[link] or reach[-1]] * len(shares)
                 label = None if LINKS[link] else way.replace("`", "")
                 axes.plot(place, shares, f"C{number}o", alpha=0.5, label=label)

@@ -50,9 +50,9 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
     row = [mebibytes(snapshot.stat().st_size), f"{step_s:.2f}", spread(shares, digits=1),
            f"{1000 * statistics.median(copies_s):.0f}"]  # fmt: skip
     table = {
-        "title": f"ResNet-50 with momentum at 160 px on 2 processes, a snapshot every {WINDOW} "
-        f"steps; median (least to most) of {rounds} times {WINDOW} steps with one in one run, each "
-        f"beside the {WINDOW} before and after it.",
+        "title": f"ResNet-50 with momentum at 160 px on 2 processes, a snapshot in {WINDOW} steps; "
+        f"median (least to most) of {rounds} times {WINDOW} steps with one in one run, each beside "
+        f"the {WINDOW} before and after it, which have none.",
         "columns": [
             "a snapshot",
             "a step [s]",

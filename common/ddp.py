@@ -31,7 +31,7 @@ class ParallelOptions:
     give the same bits; a power of two. 0: a shard a process."""
     accumulate: int = 1
     """Cut each rank's batch into so many micro-batches, which need less memory; gradients travel
-    once a step, with the last one."""
+    once a step, with the last one. BatchNorm then looks at a micro-batch."""
     gradient_compression: Literal["none", "bf16"] = "none"
     """bf16 sends gradients in half the bytes, rounded to 8 bits; weights stay as they are."""
     bucket_mb: float | None = None
@@ -51,6 +51,9 @@ class ParallelOptions:
         if given and self.sync_bn:
             raise ValueError("--sync-bn looks at the global batch, --virtual-ranks at a shard of "
                              "it: give one of them")  # fmt: skip
+        if self.sync_bn and self.accumulate > 1:
+            raise ValueError("--sync-bn looks at the global batch, --accumulate computes a part of "
+                             "it at a time: give one of them")  # fmt: skip
         if self.accumulate < 1:
             raise ValueError(f"--accumulate must be at least 1: {self.accumulate}")
         if given and (self.accumulate > 1 or self.gradient_compression != "none"):

@@ -162,7 +162,6 @@ class Loop:
 
     def finish(self, state_dict: dict[str, Tensor], **more: Any) -> None:
         """Write the model and the summary, with what the recipe adds to it."""
-        self._stop.release()
         self.state.wait()
         result = self._result
         self.run.finish(
@@ -180,6 +179,7 @@ class Loop:
                 **more,
             },
         )
+        self._stop.release()  # not before: what is left is little, and then the run is done
 
     def _save(self) -> None:
         self._speed.pause()

@@ -51,12 +51,13 @@ def measure(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--compare-rounds", "--compare_rounds")
     _, options = parser.parse_known_args(list(arguments))
+    machine = describe_machine()  # of the code that is measured
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         found = module.measure(options, Path(folder), launch.compare_rounds)
     command = ["python", "-m", "recipes", name, "--compare", *arguments]
     elapsed_s = round(time.monotonic() - start_s, 1)
-    about = {"command": shlex.join(command), "elapsed_s": elapsed_s, **describe_machine()}
+    about = {"command": shlex.join(command), "elapsed_s": elapsed_s, **machine}
     if "cpu" in arguments:
         about["gpu"] = None  # there may be one, but this is not its table
     return {"recipe": name, "about": about, **found}

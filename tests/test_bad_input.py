@@ -76,6 +76,7 @@ def test_inputs_that_cannot_work(pool: Pool, tmp_path: Path) -> None:
         (["--resume", tmp_path / "none.pt"], "is not a file"),
         (["--global-batch-size", "2000"], "more than the 1437 samples"),
         (["--norm", "batch", "--sync-bn"], "SyncBatchNorm refuses CPUs"),
+        (["--sync-bn", "--accumulate", "2"], "computes a part of it at a time"),
     ):
         assert_refused(pool, says, "--output-dir", tmp_path / "run", *options)
     assert_refused(pool, "cannot be written", "--output-dir", tmp_path / "file" / "below")

@@ -1,6 +1,8 @@
 """Weights by name and shape, freezing, and the model's own laws."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from common.models import (
     load_matching,
     set_train_mode,
 )
+from common.seeds import mixed_precision
+from recipes.dp_resnet50.train import Autocast
 
 
 def test_weights_of_matching_shape_load_and_the_others_are_named(tmp_path: Path) -> None:
@@ -86,3 +90,20 @@ def test_options_that_mean_nothing() -> None:
         ModelOptions(dropout=1.0)
     with pytest.raises(ValueError, match="convnet"):
         ModelOptions(model="resnet18", dropout=0.5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_a_copy_in_a_thread_computes_in_the_precision_that_was_asked_for(precision: str) -> None:
+    """As in DataParallel's threads, where autocast is on, but for the device's usual type."""
+    device = torch.device("cpu")
+    _, autocast, _ = mixed_precision(precision, device)
+    model = Autocast(nn.Linear(3, 2), autocast)
+
+    def logits() -> Any:
+        with torch.autocast("cpu", enabled=precision != "fp32"):
+            return model(torch.ones(4, 3))
+
+    with autocast, ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(logits).result().dtype for _ in range(2)]
+    expected = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+    assert found == [expected, expected]

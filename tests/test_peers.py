@@ -186,6 +186,14 @@ def test_the_page_of_a_part_shows_what_was_measured(part: str) -> None:
     assert shown == bench.markdown(result, part)
 
 
+def test_what_needs_root_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert cli.attempt(lambda: parts.main([])) == 2
+    assert "network needs root" in capsys.readouterr().err
+
+
 def test_parts_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.attempt(lambda: parts.main(["nothing"])) == 2
     assert "no part nothing: step, input, snapshots, network" in capsys.readouterr().err

@@ -16,6 +16,7 @@ Source: PyTorch, "torch.nn.DataParallel"; linear scaling and warm-up: Goyal et a
 (arXiv 1706.02677), section 2.
 """
 
+import copy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ from common.ranks import Ranks
 from common.record import Run, RunOptions, announce, log, mebibytes, set_up_logs
 from common.seeds import mixed_precision, seed_everything, set_determinism
 from common.snapshot import Stateful
+from common.stream import multiples_near
 from recipes import cli
 
 NAME = "dp_resnet50"
@@ -106,6 +108,24 @@ def show_inference(
     log.info(f"{path.name} in a plain model on a CPU: {same} of {len(ours)} predictions the same")
 
 
+class Autocast(nn.Module):
+    """A model that enters autocast by itself.
+
+    DataParallel's threads know that it is on but not for which type, and would take fp16 for bf16
+    (torch 2.15, parallel_apply).
+    """
+
+    def __init__(self, model: nn.Module, autocast: torch.autocast) -> None:
+        super().__init__()
+        self.model, self.autocast = model, autocast
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of the model."""
+        with copy.copy(self.autocast):  # which keeps what it found: a copy for each thread
+            logits: Tensor = self.model(images)
+        return logits
+
+
 def train(config: Config, ranks: Ranks) -> None:
     """Train in this one process; the run's folder is `config.run.output_dir`."""
     options, seed = config.optimizer, config.run.seed
@@ -132,10 +152,10 @@ def train(config: Config, ranks: Ranks) -> None:
         if len(devices) > 1 and config.model.compile:
             raise InputError("--compile: torch cannot compile what DataParallel copies anew in "
                              "each step; use ddp_launch, or one device")  # fmt: skip
-        if batch_size < len(devices):
+        if batch_size % len(devices):
             raise InputError(
-                f"--global-batch-size {batch_size} leaves some of the {len(devices)} devices "
-                f"without a sample: give more, or fewer --device-ids"
+                f"--global-batch-size {batch_size} is not divided by the {len(devices)} devices, "
+                f"some of which would idle: {multiples_near(batch_size, len(devices))} would be"
             )
         batches, loader, val_loader = make_loaders(
             data, config.data, batch_size, seed, ranks, device, dtype, run.folder
@@ -150,7 +170,7 @@ def train(config: Config, ranks: Ranks) -> None:
         # come back to the first one, and so do the gradients. BatchNorm looks at each GPU's slice.
         parallel = trained_as(config.model, model)
         if len(devices) > 1:
-            parallel = nn.DataParallel(model, [d.index for d in devices])
+            parallel = nn.DataParallel(Autocast(model, autocast), [d.index for d in devices])
 
         # optimizer
         optimizer = torch.optim.SGD(
