@@ -181,7 +181,7 @@ class Run:
                     theirs = json.loads(held.read_text())
                     refuse_mismatch(_decisive(theirs), _decisive(ours), f"folder {self.folder}")
                 write_json(held, ours)
-                write_json(self.folder / "manifest.json", manifest)
+                write_json(self.folder / "manifest.json", self._continued(manifest, state.step))
                 write_json(self.folder / "class_indices.json", dict(enumerate(class_names)))
                 self._metrics = (self.folder / "metrics.jsonl").open("ab")
                 # A snapshot from another folder speaks of another file: nothing of it is here.
@@ -192,6 +192,24 @@ class Run:
                 self._tensorboard = SummaryWriter(
                     str(self.folder / "tensorboard"), purge_step=state.step + 1
                 )
+
+    def _continued(self, manifest: dict[str, Any], step: int) -> dict[str, Any]:
+        """The manifest with what was otherwise until `step`, newest last, under `before`."""
+        file = self.folder / "manifest.json"
+        then = json.loads(file.read_text()) if step and file.is_file() else {}
+        before = then.pop("before", [])
+        changed = {
+            name: value
+            for name, value in then.items()
+            if name not in ("command", "seed") and manifest.get(name) != value
+        }
+        if changed:
+            before.append({"until_step": step, **changed})
+        # Another host is nothing unusual, and of another number of ranks the snapshot speaks.
+        if others := [name for name in changed if name not in ("hosts", "world_size")]:
+            log.warning(f"goes on from step {step} with other {', '.join(others)}: manifest.json "
+                        "keeps what it was before")  # fmt: skip
+        return {**manifest, "before": before} if before else manifest
 
     def metrics(self, step: int, epoch: int, **values: float) -> None:
         """Add a line to metrics.jsonl and the scalars to TensorBoard; rank 0 only acts."""

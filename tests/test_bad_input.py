@@ -1,5 +1,6 @@
 """Bad input ends with status 2 and one line; trouble while training with status 1 and one line."""
 
+import json
 import re
 import socket
 import time
@@ -81,6 +82,25 @@ def test_inputs_that_cannot_work(pool: Pool, tmp_path: Path) -> None:
         assert_refused(pool, says, "--output-dir", tmp_path / "run", *options)
     assert_refused(pool, "cannot be written", "--output-dir", tmp_path / "file" / "below")
     assert not (tmp_path / "code ran").exists()
+
+
+def test_what_a_run_went_on_with_and_what_it_was_before_are_both_kept(
+    pool: Pool, tmp_path: Path
+) -> None:
+    options = ["--output-dir", str(tmp_path / "run"), "--global-batch-size", "480"]
+    file = tmp_path / "run" / "manifest.json"
+    for steps, changed in ((2, {}), (4, {"torch": "1.0", "hosts": ["a"]}), (6, {"hosts": ["b"]})):
+        if changed:
+            file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+        arguments = [*options, "--max-steps", str(steps)]
+        assert pool.run(call_main, 1, "ddp_launch", arguments)[0][0] == 0
+    manifest = json.loads(file.read_text())
+    assert manifest["before"] == [
+        {"until_step": 2, "torch": "1.0", "hosts": ["a"]}, {"until_step": 4, "hosts": ["b"]}
+    ]  # fmt: skip
+    assert manifest["torch"] == torch.__version__
+    said = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    assert re.findall(r"goes on .*:", said) == ["goes on from step 2 with other torch:"]
 
 
 def test_device_cuda_without_one(pool: Pool) -> None:
