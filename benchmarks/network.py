@@ -1,25 +1,16 @@
 """What averaging gradients costs on links of different speed, and what sending less is worth.
 
 Two hosts (network namespaces of this machine, root) have a process each, and the link between them
-is held to a bandwidth by the kernel's token bucket (tc-tbf). A process holds a copy of the model
-for every way to average, and takes a few steps with each in turn, in an order drawn anew each time:
-what disturbs the machine for seconds meets all alike, as it does not where runs follow each other.
-The alpha-beta model (a message of n bytes takes alpha + n / bandwidth) is fitted without a limit,
-and drawn beside what is measured.
-
-    python -m benchmarks.network MODEL ROUNDS FILE    one of the two, in torchrun's environment
+is held to a bandwidth by the kernel's token bucket (tc-tbf). The alpha-beta model (a message of n
+bytes takes alpha + n / bandwidth) is fitted without a limit, and drawn beside what is measured.
 
 Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH",
 section 3; Linux, tc-tbf(8).
 """
 
-import json
 import statistics
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
-from common.comparison import fresh_environment, run_recipe, spread
-from common.data import DataOptions, load_data, make_loaders
-from common.ddp import average_in_bf16, micro_batches, warm_up
-from common.errors import TrainingError
+from benchmarks.turns import Case, Way, run_both
+from common.comparison import run_recipe, spread
+from common.data import DataOptions
+from common.ddp import average_in_bf16
 from common.figure import save_figure
-from common.group import gather, process_group
-from common.launch import end_process, run_rank
-from common.models import ModelOptions, build_model, prepare_model
-from common.prefetch import DeviceBatches
-from common.ranks import Ranks, resolve
+from common.models import ModelOptions, build_model
+from common.ranks import Ranks
 from common.record import progress_bar
-from common.seeds import seed_everything
-from common.stream import GlobalBatches
 from tests.test_two_hosts import ADDRESSES, two_hosts
-
-Hook = Callable[[dist.ProcessGroup | None, dist.GradBucket], torch.futures.Future[Tensor]]
 
 
 def one_number(
@@ -61,23 +43,6 @@ def one_number(
     return sent.then(lambda _: bucket.buffer())
 
 
-@dataclass(frozen=True)
-class Way:
-    """How gradients are averaged.
-
-    Args:
-        hook: in place of DDP's own all-reduce.
-        bucket_mb: size of a bucket [MiB], in place of torch's 1, then 25.
-        accumulate: batches that are computed for one step.
-        sent: share of the gradients' bytes.
-    """
-
-    hook: Hook | None = None
-    bucket_mb: float | None = None
-    accumulate: int = 1
-    sent: float = 1.0
-
-
 DEFAULT, ALONE, ALONE_2 = "the default", "no communication", "no communication, 2 x batch"
 WAYS = {
     ALONE: Way(noop_hook, sent=0.0),
@@ -89,34 +54,20 @@ WAYS = {
     "`--bucket-mb 1`": Way(bucket_mb=1),
     "`--bucket-mb 100`": Way(bucket_mb=100),
 }
-LINKS = {"no limit": None, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
-"""Bandwidths each way [bit/s]."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model, and what is tried with it: a round has `turns` of `steps` with every way."""
-
-    model: ModelOptions
-    data: DataOptions
-    samples_a_rank: int
-    turns: int
-    steps: int
-    ways: tuple[str, ...]
-    links: tuple[str, ...]
-
-
-CONVNET = "convnet, 8 px, 48 images a rank"
+CONVNET, RESNET = "convnet, 8 px, 48 images a rank", "ResNet-18, 64 px, 32 images a rank"
 CASES = {
     CONVNET: Case(  # its gradients are one bucket
-        ModelOptions(), DataOptions(), 48, 6, 10,
-        tuple(way for way in WAYS if "bucket" not in way), tuple(LINKS),
+        ModelOptions(), DataOptions(), 48, turns=6, steps=10,
+        ways={name: way for name, way in WAYS.items() if not way.bucket_mb},
     ),
-    "ResNet-18, 64 px, 32 images a rank": Case(
-        ModelOptions(model="resnet18"), DataOptions(image_size=64), 32, 2, 2,
-        tuple(way for way in WAYS if "2 x" not in way), ("no limit", "1 Gbit/s"),
+    RESNET: Case(
+        ModelOptions(model="resnet18"), DataOptions(image_size=64), 32, turns=2, steps=2,
+        ways={name: way for name, way in WAYS.items() if way.accumulate == 1},
     ),
 }  # fmt: skip
+LINKS = {"no limit": None, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
+"""Bandwidths each way [bit/s]."""
+TRIED = {CONVNET: ("no limit", "1 Gbit/s", "100 Mbit/s"), RESNET: ("no limit", "1 Gbit/s")}
 BATCH = 96
 LOSSES = {
     DEFAULT: ["--global-batch-size", str(BATCH)],
@@ -126,64 +77,6 @@ LOSSES = {
 }  # fmt: skip
 """The convnet's ways as options of ddp_launch, to see what they do to the loss."""
 EPOCHS = 15
-
-
-def take_turns(case: Case, rounds: int, ranks: Ranks) -> dict[str, list[float]]:
-    """Samples/s of both hosts together with each way, by round."""
-    torch.set_num_threads(1)
-    device, order = torch.device("cpu"), torch.Generator()
-    found: dict[str, list[float]] = {way: [] for way in case.ways}
-    with process_group(ranks, device, "gloo", timeout_s=60):
-        data = load_data(case.data, 0, ranks)
-        streams: dict[int, Iterator[Any]] = {}
-        for accumulate in {WAYS[way].accumulate for way in case.ways}:
-            batch_size = case.samples_a_rank * accumulate * ranks.world_size
-            batches, loader, _ = make_loaders(
-                data, case.data, batch_size, 0, ranks, device, torch.float32, Path()
-            )
-            streams[accumulate] = _endless(batches, loader)
-        copies = {}
-        for way in case.ways:
-            seed_everything(0)
-            ddp = DistributedDataParallel(
-                prepare_model(case.model, data), bucket_cap_mb=WAYS[way].bucket_mb,
-                gradient_as_bucket_view=True,
-            )  # fmt: skip
-            if hook := WAYS[way].hook:
-                ddp.register_comm_hook(None, hook)
-            # Else rank 0 sends what BatchNorm has counted, and the other waits for it.
-            ddp.broadcast_buffers = hook is not noop_hook
-            warm_up(ddp, data.train[(0, 0)][0], case.samples_a_rank)
-            copies[way] = ddp, torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9, fused=True)
-
-        def spent_s(way: str) -> float:
-            ddp, optimizer = copies[way]
-            accumulate = WAYS[way].accumulate
-            dist.barrier()
-            start_s = time.perf_counter()
-            for _ in range(case.steps):
-                images, labels = next(streams[accumulate])
-                for part, truth in micro_batches(ddp, images, labels, accumulate):
-                    (cross_entropy(ddp(part), truth) / accumulate).backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            return time.perf_counter() - start_s
-
-        for number in range(rounds + 1):  # the first finds nothing in its place: not counted
-            total_s = dict.fromkeys(case.ways, 0.0)
-            for _ in range(case.turns):
-                for place in torch.randperm(len(case.ways), generator=order).tolist():
-                    total_s[case.ways[place]] += spent_s(case.ways[place])
-            for way in case.ways if number else ():
-                samples = case.turns * case.steps * case.samples_a_rank * WAYS[way].accumulate
-                found[way].append(sum(samples / each_s for each_s in gather(total_s[way])))
-    return found
-
-
-def _endless(batches: GlobalBatches, loader: DeviceBatches) -> Iterator[Any]:
-    while True:
-        batches.set_epoch(batches.epoch + 1)
-        yield from loader
 
 
 def limit(names: Sequence[str], bits_per_s: float | None) -> None:
@@ -199,30 +92,6 @@ def limit(names: Sequence[str], bits_per_s: float | None) -> None:
             burst = max(4096, round(bits_per_s / 8 * 130e-6))
             rate = ["rate", f"{bits_per_s:.0f}bit", "burst", f"{burst}b", "latency", "100ms"]
             subprocess.run([*tc, "add", "dev", "eth0", "root", "tbf", *rate], check=True)
-
-
-def run_on_both(names: Sequence[str], name: str, rounds: int, file: Path) -> dict[str, list[float]]:
-    """What `take_turns` finds on the two hosts.
-
-    Raises:
-        TrainingError: a process failed.
-    """
-    processes = []
-    for rank, host in enumerate(names):
-        environment = fresh_environment(
-            {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-             "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", "CUDA_VISIBLE_DEVICES": ""}
-        )  # fmt: skip
-        command = ["ip", "netns", "exec", host, sys.executable, "-P", "-m", __name__]
-        processes.append(
-            subprocess.Popen([*command, name, str(rounds), str(file)], env=environment, text=True,
-                             stderr=subprocess.PIPE)
-        )  # fmt: skip
-    said = [process.communicate()[1] for process in processes]
-    if any(process.returncode for process in processes):
-        raise TrainingError(f"{name}: {' '.join(said)[-800:]}")
-    found: dict[str, list[float]] = json.loads(file.read_text())
-    return found
 
 
 def parameter_bytes(case: Case) -> int:
@@ -250,12 +119,14 @@ def step_s(
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
     """Every way on every link, and the loss that a whole run with it ends at."""
     runs: dict[str, dict[str, Any]] = {name: {} for name in CASES}
-    pairs = [(name, link) for name, case in CASES.items() for link in case.links]
+    pairs = [(name, link) for name, links in TRIED.items() for link in links]
     total = len(pairs) + len(LOSSES)
     with two_hosts() as hosts, progress_bar(total, 0, Ranks(), unit="run") as bar:
         for name, link in pairs:
             limit(hosts, LINKS[link])
-            runs[name][link] = run_on_both(hosts, name, rounds, folder / "found.json")
+            runs[name][link] = run_both(
+                "network", name, rounds, folder / "found.json", ADDRESSES[0], hosts
+            )
             bar.update()
         losses = {}
         for way, options in LOSSES.items():
@@ -342,7 +213,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             axes.set_title(name)
 
     def plot_case(axes: Any, case: Case, links: dict[str, Any], gradient_bytes: int) -> None:
-        limits = [bits for link in case.links if (bits := LINKS[link])]
+        limits = [bits for link in links if (bits := LINKS[link])]
         reach = [min(limits) * 10 ** (place / 10) for place in range(-5, 26)]
         ways = [way for way in case.ways if way != alone(way)]
         for number, way in enumerate(ways):
@@ -361,27 +232,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
                 label = None if LINKS[link] else way.replace("`", "")
                 axes.plot(place, shares, f"C{number}o", alpha=0.5, label=label)
         axes.set_xscale("log")
-        axes.set_xticks([*limits, reach[-1]], [*case.links[1:], "no limit"])
+        axes.set_xticks([*limits, reach[-1]], [*list(links)[1:], "no limit"])
         axes.minorticks_off()
         axes.set(xlabel="link, each way (dashed: alpha-beta model)", ylim=(0, None),
                  ylabel="speed over that without communication")  # fmt: skip
         axes.legend()
 
     save_figure(path, plot, panels=len(CASES))
-
-
-def main(arguments: Sequence[str]) -> int:
-    """One rank; rank 0 writes what both found."""
-    name, rounds, file = arguments
-    ranks = resolve()
-
-    def body() -> None:
-        found = take_turns(CASES[name], int(rounds), ranks)
-        if ranks.is_main:
-            Path(file).write_text(json.dumps(found))
-
-    return run_rank(body, ranks)
-
-
-if __name__ == "__main__":
-    end_process(main(sys.argv[1:]))

@@ -3,81 +3,96 @@
 import json
 import statistics
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.measure import run_stamped
-from common.comparison import in_turn, median, spread
+from benchmarks.turns import Case, Way, run_both
+from common.comparison import spread
+from common.data import DataOptions
 from common.figure import save_figure
-from common.record import read_metrics
+from common.models import ModelOptions
+from common.ranks import Ranks
+from common.record import progress_bar, read_metrics
 
-SETTLED = 8
-"""Steps at a run's beginning that do not count."""
 DEFAULT = "the default (fp32)"
-VARIANTS: dict[str, list[str]] = {
-    DEFAULT: [],
-    "`--channels-last`": ["--channels-last"],
-    "`--precision bf16`": ["--precision", "bf16"],
-    "`--compile`": ["--compile"],
+WAYS = {
+    DEFAULT: Way(),
+    "`--channels-last`": Way(model={"channels_last": True}),
+    "`--precision bf16`": Way(precision="bf16"),
+    "`--compile`": Way(model={"compile": True}),
 }
-MODELS: dict[str, list[str]] = {
-    "convnet, 8 px, 48 images a rank": ["--epochs", "15"],
-    "ResNet-18, 64 px, 8 images a rank": [
-        "--model", "resnet18", "--image-size", "64", "--global-batch-size", "16", "--lr", "0.02",
-        "--max-steps", "24",
-    ],
+CONVNET, RESNET = "convnet, 8 px, 48 images a rank", "ResNet-18, 64 px, 8 images a rank"
+CASES = {
+    CONVNET: Case(ModelOptions(), DataOptions(), 48, turns=6, steps=10, ways=WAYS),
+    RESNET: Case(
+        ModelOptions(model="resnet18"), DataOptions(image_size=64), 8, turns=3, steps=4, ways=WAYS
+    ),
+}
+WHOLE: dict[str, list[str]] = {
+    CONVNET: ["--epochs", "15"],
+    RESNET: ["--model", "resnet18", "--image-size", "64", "--global-batch-size", "16",
+             "--lr", "0.02", "--max-steps", "24"],
 }  # fmt: skip
+"""Options of a whole run, for its start-up and its losses."""
 
 
-def run_once(case: str, folder: Path) -> dict[str, Any]:
-    """Start-up to the first step [s], a median step [s], and every step's loss."""
-    model, variant = case.split(": ")
+def run_whole(model: str, name: str, folder: Path) -> dict[str, Any]:
+    """Start-up to the first step [s], every step's loss, and the accuracy at the end."""
     started = time.time()
-    options = ["--nproc", "2", "--log-every", "1", *MODELS[model], *VARIANTS[variant]]
-    stamps = run_stamped(folder, options)
-    steps_s = [after - before for before, after in pairwise(stamps)]
+    given = [] if name == DEFAULT else name.strip("`").split()
+    stamps = run_stamped(folder, ["--nproc", "2", "--log-every", "1", *WHOLE[model], *given])
     summary = json.loads((folder / "run" / "summary.json").read_text())
     losses = [line["loss"] for line in read_metrics(folder / "run") if "loss" in line]
-    return {"start_up_s": stamps[0] - started, "step_s": statistics.median(steps_s[SETTLED:]),
-            "val_accuracy": summary["val_accuracy"], "losses": losses}  # fmt: skip
+    return {"start_up_s": stamps[0] - started, "val_accuracy": summary["val_accuracy"],
+            "losses": losses}  # fmt: skip
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
-    """Every variant of every model in turn."""
-    cases = [f"{model}: {variant}" for model in MODELS for variant in VARIANTS]
-    runs = in_turn(cases, lambda case, n: run_once(case, folder / f"{n} {case}"), rounds)
+    """Every option of every model in turn, and one whole run of each."""
+    runs: dict[str, Any] = {}
+    whole: dict[str, Any] = {model: {} for model in CASES}
+    with progress_bar(len(CASES) * (1 + len(WAYS)), 0, Ranks(), unit="run") as bar:
+        for model in CASES:
+            for number, name in enumerate(WAYS):
+                whole[model][name] = run_whole(model, name, folder / f"{model} {number}")
+                bar.update()
+            runs[model] = run_both("step", model, rounds, folder / "found.json", "127.0.0.1")
+            bar.update()
+    return {"tables": [table(runs, whole, rounds)], "runs": runs, "whole": whole}
+
+
+def table(runs: dict[str, Any], whole: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """Speeds of the same round beside each other, and the whole runs."""
     rows = []
-    for case, found in runs.items():
-        model, variant = case.split(": ")
-        default = runs[f"{model}: {DEFAULT}"]
-        faster = [theirs["step_s"] / ours["step_s"]
-                  for ours, theirs in zip(found, default, strict=True)]  # fmt: skip
-        losses = found[0]["losses"]
-        rows.append([model, variant, f"{1000 * median(found, 'step_s'):.1f}",
-                     "1" if variant == DEFAULT else spread(faster),
-                     f"{median(found, 'start_up_s'):.1f}",
-                     f"{statistics.mean(losses[:8]):.3f} to {statistics.mean(losses[-8:]):.3f}",
-                     f"{found[0]['val_accuracy']:.3f}"])  # fmt: skip
-    table = {
-        "title": "ddp_launch on 2 processes with a thread each; median (least to most) of "
-        f"{rounds} rounds in turn. The losses are those of the first and the last 8 steps.",
+    for model, run in runs.items():
+        samples = 2 * CASES[model].samples_a_rank
+        for name, speeds in run.items():
+            faster = [own / usual for own, usual in zip(speeds, run[DEFAULT], strict=True)]
+            seen, losses = whole[model][name], whole[model][name]["losses"]
+            rows.append([model, name, f"{1000 * samples / statistics.median(speeds):.1f}",
+                         "1" if name == DEFAULT else spread(faster), f"{seen['start_up_s']:.1f}",
+                         f"{statistics.mean(losses[:8]):.3f} to {statistics.mean(losses[-8:]):.3f}",
+                         f"{seen['val_accuracy']:.3f}"])  # fmt: skip
+    return {
+        "title": "Two processes with a thread each take steps with every option in turn; median "
+        f"(least to most) of {rounds} rounds. Start-up, losses (of the first and the last 8 steps) "
+        "and accuracy are of one run of ddp_launch each.",
         "columns": ["model", "options", "a step [ms]", "steps/s over the default", "start-up [s]",
                     "loss", "val_accuracy"],
         "rows": rows,
     }  # fmt: skip
-    return {"tables": [table], "runs": runs}
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """The loss of each variant by step."""
+    """The loss of each option by step."""
 
     def plot(*panels: Any) -> None:
-        for axes, model in zip(panels, MODELS, strict=True):
-            for variant in VARIANTS:
-                losses = result["runs"][f"{model}: {variant}"][0]["losses"]
-                axes.plot(range(1, len(losses) + 1), losses, label=variant.strip("`"), alpha=0.7)
+        for axes, (model, runs) in zip(panels, result["whole"].items(), strict=True):
+            for name, run in runs.items():
+                steps = range(1, len(run["losses"]) + 1)
+                axes.plot(steps, run["losses"], label=name.strip("`"), alpha=0.7)
             axes.set(title=model, xlabel="step", ylabel="loss of the step's batch")
             axes.legend(fontsize="small")
 
-    save_figure(path, plot, panels=len(MODELS))
+    save_figure(path, plot, panels=len(CASES))
