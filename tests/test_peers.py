@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import __main__ as parts
 from benchmarks import network, snapshots
+from benchmarks import step as options
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers.measure import from_stamps, read_stamps, snapshot_step
 from benchmarks.peers.task import (
@@ -184,6 +185,13 @@ def test_the_page_of_a_part_shows_what_was_measured(part: str) -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / f"{part}.json").read_text())
     shown = written.partition(f"<!-- end of {part} -->")[0].strip()
     assert shown == bench.markdown(result, part)
+    if part == "step":
+        assert result["tables"] == [options.table(result["runs"], result["whole"], 5)]
+    if part == "network":
+        speeds, ends, paper = result["tables"]
+        assert speeds == network.measured(result["runs"], 5)
+        assert ends == network.at_the_end(result["losses"])
+        assert paper == network.on_paper()
 
 
 def test_what_needs_root_is_refused_before_anything_is_measured(
