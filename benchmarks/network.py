@@ -190,10 +190,10 @@ def on_paper() -> dict[str, Any]:
             cells = []
             for gpus in (8, 64, 512):
                 compute, sent = PAPER["compute_s"], PAPER["parameter_bytes"] * share
-                alone = step_s(compute, PAPER["alpha_s"], sent, bits_per_s, gpus)
+                exposed = step_s(compute, PAPER["alpha_s"], sent, bits_per_s, gpus)
                 # At best all of it goes on during the backward pass, two thirds of a step.
-                hidden = max(compute, compute / 3 + alone - compute)
-                cells.append(f"{compute / alone:.2f} to {compute / hidden:.2f}")
+                hidden = max(compute, compute / 3 + exposed - compute)
+                cells.append(f"{compute / exposed:.2f} to {compute / hidden:.2f}")
             rows.append([link, setting, *cells])
     return {
         "title": "**Prediction, not measured:** efficiency of ResNet-50 (102 MB of gradients, 256 "
