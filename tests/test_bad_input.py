@@ -87,7 +87,7 @@ def test_inputs_that_cannot_work(pool: Pool, tmp_path: Path) -> None:
 def test_what_a_run_went_on_with_and_what_it_was_before_are_both_kept(
     pool: Pool, tmp_path: Path
 ) -> None:
-    options = ["--output-dir", str(tmp_path / "run"), "--global-batch-size", "480"]
+    options = ["--nproc", "1", "--output-dir", str(tmp_path / "run")]
     file = tmp_path / "run" / "manifest.json"
     for steps, changed in ((2, {}), (4, {"torch": "1.0", "hosts": ["a"]}), (6, {"hosts": ["b"]})):
         if changed:
