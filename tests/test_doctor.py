@@ -244,15 +244,9 @@ def test_in_a_job_every_rank_takes_part(recipe: Recipe) -> None:
         port = str(probe.getsockname()[1])
     processes = []
     for rank in ("0", "1"):
-        env = {
-            "RANK": rank,
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "PYTHONPATH": "",
-        }  # as in a shell in the repository
+        # Without PYTHONPATH, as in a shell in the repository.
+        env = {"RANK": rank, "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1",
+               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": ""}  # fmt: skip
         command = [sys.executable, "-m", "recipes", "doctor", "--output-dir", str(recipe.tmp_path)]
         files = {"0": "4096", "1": "200"}[rank]
         limited = ["sh", "-c", f'ulimit -n {files}; cd {ROOT}; exec "$@"', "sh", *command]
