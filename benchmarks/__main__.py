@@ -22,6 +22,7 @@ from recipes import bench, cli
 
 HERE = Path(__file__).parent
 PARTS = ("step", "input", "snapshots", "network")
+ON_DEMAND = ("learning",)  # says nothing of speed, and takes half an hour
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -33,15 +34,17 @@ def main(arguments: Sequence[str]) -> None:
     parser = cli.Parser("", __doc__)
     parser.prog = "python -m benchmarks"
     parser.add_argument("parts", nargs="*", metavar="PART",
-                        help=f"of {', '.join(PARTS)}; all where none is named")  # fmt: skip
+                        help=f"{', '.join(PARTS)} (all where none is named), or "
+                        f"{', '.join(ON_DEMAND)}")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5, help="of each variant, in turn")
     parser.add_argument("--output", type=Path, help="folder for the results, instead of here")
     parser.add_argument("--redraw", action="store_true")
     given = parser.parse_args(arguments)
     if given.rounds < 1:
         raise InputError("--rounds must be at least 1")
-    if unknown := set(given.parts) - set(PARTS):
-        raise InputError(f"no part {', '.join(sorted(unknown))}: {', '.join(PARTS)} are there")
+    parts = (*PARTS, *ON_DEMAND)
+    if unknown := set(given.parts) - set(parts):
+        raise InputError(f"no part {', '.join(sorted(unknown))}: {', '.join(parts)} are there")
     if "network" in (given.parts or PARTS) and not given.redraw and os.geteuid():
         raise InputError(f"network needs root, for hosts of its own: name {', '.join(PARTS[:-1])}")
     folder: Path = given.output or HERE / "results"

@@ -25,10 +25,10 @@ from common.prefetch import DeviceBatches
 from common.ranks import Ranks
 from common.seeds import mix
 from common.stream import (
-    EVAL_BATCH_SIZE,
     GlobalBatches,
     Key,
     Samples,
+    eval_batch_size,
     fixed_batches,
     make_loader,
 )
@@ -141,11 +141,13 @@ def make_loaders(
             loading processes than /dev/shm has room for.
     """
     batches = GlobalBatches(len(data.train), global_batch_size, seed, ranks.rank, ranks.world_size)
-    held_out = fixed_batches(len(data.val), EVAL_BATCH_SIZE, ranks.rank, ranks.world_size)
+    held_out = fixed_batches(
+        len(data.val), eval_batch_size(len(data.val)), ranks.rank, ranks.world_size
+    )
     pin = options.pin_memory and device.type == "cuda"
     if options.num_workers:
         with agreed():
-            largest = max(batches.batch_size_per_rank, min(EVAL_BATCH_SIZE, len(data.val)))
+            largest = max(batches.batch_size_per_rank, eval_batch_size(len(data.val)))
             most, why = most_workers(data.train, largest, ranks.local_world_size)
             if options.num_workers != "auto" and options.num_workers > most:
                 raise InputError(

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.stream import EVAL_BATCH_SIZE
+from common.stream import eval_batch_size
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,9 @@ def evaluate(
     was_training = [module for module in modules if module.training]
     for module in modules:
         module.training = False
-    results = torch.zeros(-(-total // EVAL_BATCH_SIZE), 3, dtype=torch.float64, device=device)
+    results = torch.zeros(
+        -(-total // eval_batch_size(total)), 3, dtype=torch.float64, device=device
+    )
     for number, (images, labels) in enumerate(batches):
         logits = model(images)
         if logits is None:

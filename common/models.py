@@ -32,6 +32,9 @@ class ModelOptions:
     """First layers of a ResNet. large: 7x7 convolution with stride 2 and max-pooling, for photos;
     small: 3x3 with stride 1 and no pooling. auto: small for images below 64 px without --weights,
     which mostly come from the large one."""
+    zero_init_residual: bool = False
+    """Start each residual branch of a ResNet at zero (Goyal et al. 2017, section 5.1). It helps a
+    ResNet-50 that is trained from nothing, and slows a ResNet-18 down (benchmarks/README.md)."""
     dropout: float = 0.0
     """Share of features dropped before convnet's last layer."""
     weights: Path | None = None
@@ -71,6 +74,11 @@ class ConvNet(nn.Module):
         self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
         self.dropout = nn.Dropout(dropout)
         self.fc = nn.Linear(64, classes)
+        # As in torchvision's ResNets: He et al. 2015 (arXiv 1502.01852). With torch's own default
+        # this model learns more slowly, on some seeds much more (benchmarks/README.md).
+        for layer in self.features:
+            if isinstance(layer, nn.Conv2d):
+                nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (samples, classes) of images (samples, channels, height, width)."""
@@ -96,7 +104,7 @@ def build_model(options: ModelOptions, channels: int, classes: int, side: int = 
     from torchvision import models
 
     model: nn.Module = getattr(models, options.model)(
-        num_classes=classes, norm_layer=layer, zero_init_residual=True
+        num_classes=classes, norm_layer=layer, zero_init_residual=options.zero_init_residual
     )
     small = (
         side < 64 and options.weights is None if options.stem == "auto" else options.stem == "small"

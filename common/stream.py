@@ -28,9 +28,6 @@ from torch.utils.data import (
 from common.errors import STOP_SIGNALS, InputError
 from common.seeds import mix
 
-EVAL_BATCH_SIZE = 256
-"""Of evaluation, at any world size: a sample's bits may depend on the batch it is computed in."""
-
 Key = tuple[int, int]
 """(epoch, index of the sample): all that a sample depends on besides the seed."""
 
@@ -159,6 +156,15 @@ class BatchStream(IterableDataset[list[Tensor]]):
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
         for keys in islice(self.batches, first, None, step):
             yield self.samples.__getitems__(keys)
+
+
+def eval_batch_size(samples: int) -> int:
+    """Samples per evaluation batch: 32 for small data sets, so that many ranks get equal shares.
+
+    It depends on the size of the data set and never on the number of ranks: the batch in which a
+    sample is computed may decide the last bits of its result.
+    """
+    return min(256, max(32, samples // 64))
 
 
 def fixed_batches(samples: int, batch_size: int, rank: int, world_size: int) -> list[list[Key]]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchvision import models
 
 from common.errors import InputError
 from common.models import (
@@ -48,6 +49,15 @@ def test_weights_that_cannot_be_used(tmp_path: Path) -> None:
     torch.save({"encoder.weight": torch.zeros(3)}, tmp_path / "other.pt")
     with pytest.raises(InputError, match=r"no entry .*encoder\.weight.*features\.0\.weight"):
         load_matching(model, tmp_path / "other.pt")
+
+
+def test_a_resnet_begins_with_torchvisions_weights() -> None:
+    torch.manual_seed(0)
+    ours = build_model(ModelOptions(model="resnet18"), channels=3, classes=7, side=224)
+    torch.manual_seed(0)
+    theirs = models.resnet18(num_classes=7).state_dict()
+    assert ours.state_dict().keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.state_dict().items())
 
 
 @pytest.mark.parametrize("options", [ModelOptions(norm="batch"), ModelOptions(model="resnet18")])

@@ -178,7 +178,7 @@ def test_windows_with_a_snapshot_and_without() -> None:
     assert snapshots.windows(steps_s) == [(24, 20)] * 3
 
 
-@pytest.mark.parametrize("part", parts.PARTS)
+@pytest.mark.parametrize("part", [*parts.PARTS, *parts.ON_DEMAND])
 def test_the_page_of_a_part_shows_what_was_measured(part: str) -> None:
     page = (ROOT / "benchmarks" / "README.md").read_text()
     written = page.partition(f"<!-- {part}: written by make bench -->")[2]

@@ -604,8 +604,19 @@ def test_make_run_with_its_defaults(recipe: Recipe, name: str, reaches: float | 
         assert result.summary["val_loss"] < 0.02, "predicting the mean gives 1/6"
     if name == "dp_resnet50":
         assert "replicates nothing" in result.stdout
-        assert "64 of 64 predictions the same" in result.stdout
+        assert "32 of 32 predictions the same" in result.stdout
     if name == "dp_scratch":
         lesson = json.loads((folder / "lesson.json").read_text())
         assert all(c["32"][-1] > c["512"][-1] + 0.1 for c in lesson.values())
         assert (folder / "lesson.png").stat().st_size > 5000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "reaches"),
+    [("--seed 2", 0.7), ("--seed 0 --model resnet18 --lr 0.05 --weight-decay 5e-4", 0.93)],
+)
+def test_six_epochs_are_enough_to_learn(recipe: Recipe, options: str, reaches: float) -> None:
+    """Where the initial weights were not torchvision's, these reached 0.50 and 0.81."""
+    result = recipe("ddp_launch", "--epochs", "6", *options.split()).assert_ok()
+    assert result.summary["val_accuracy"] >= reaches

@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler
 
 from common import stream
 from common.errors import InputError
-from common.stream import GlobalBatches, Samples, fixed_batches, make_loader
+from common.stream import GlobalBatches, Samples, eval_batch_size, fixed_batches, make_loader
 
 worlds = st.sampled_from([1, 2, 3, 4, 6])
 
@@ -121,6 +121,13 @@ def test_evaluation_sees_every_sample_once_in_the_same_batches(count: int, world
     everything = [keys for share in dealt for keys in share]
     assert sorted(chain(*everything)) == [(0, index) for index in range(count)]
     assert sorted(everything) == fixed_batches(count, 64, 0, 1)
+
+
+@pytest.mark.parametrize(("count", "world"), [(200, 2), (360, 2), (731, 8), (50_000, 8)])
+def test_evaluation_keeps_every_rank_busy(count: int, world: int) -> None:
+    size = eval_batch_size(count)
+    shares = [sum(map(len, fixed_batches(count, size, rank, world))) for rank in range(world)]
+    assert max(shares) <= 1.1 * count / world, "731 is what flower_photos keeps for validation"
 
 
 def test_batches_that_cannot_be() -> None:

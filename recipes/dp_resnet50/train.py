@@ -65,7 +65,9 @@ class Config:
 
     run: RunOptions = field(default_factory=partial(RunOptions, cpu_threads=2))
     data: DataOptions = field(default_factory=DataOptions)
-    model: ModelOptions = field(default_factory=partial(ModelOptions, model="resnet50"))
+    model: ModelOptions = field(
+        default_factory=partial(ModelOptions, model="resnet50", zero_init_residual=True)
+    )
     optimizer: OptimizerOptions = field(
         default_factory=partial(
             OptimizerOptions, epochs=12, lr=0.05, warmup_epochs=1.0, weight_decay=5e-4
@@ -216,7 +218,7 @@ def train(config: Config, ranks: Ranks) -> None:
             share = "not sampled" if percent is None else f"{percent:.0f} %"
             log.info(f"  {gpu}: peak memory {mebibytes(peak)}, utilisation {share}")
         images, _ = next(iter(val_loader))
-        show_inference(config, data, images[:64], run.folder / "model.pt", model)
+        show_inference(config, data, images, run.folder / "model.pt", model)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
