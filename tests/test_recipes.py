@@ -614,7 +614,7 @@ def test_make_run_with_its_defaults(recipe: Recipe, name: str, reaches: float | 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "reaches"),
-    [("--seed 2", 0.7), ("--seed 0 --model resnet18 --lr 0.05 --weight-decay 5e-4", 0.93)],
+    [("--seed 2", 0.6), ("--seed 0 --model resnet18 --lr 0.05 --weight-decay 5e-4", 0.93)],
 )
 def test_six_epochs_are_enough_to_learn(recipe: Recipe, options: str, reaches: float) -> None:
     """Where the initial weights were not torchvision's, these reached 0.50 and 0.81."""
