@@ -190,6 +190,21 @@ def least_time(setting: Setting, device: torch.device, side: int) -> dict[str, A
             / (roofline.operations / size)}  # fmt: skip
 
 
+def evaluation_s(device: torch.device, side: int, count: int) -> dict[str, float]:
+    """Seconds in which ResNet-34 classifies `count` images, by the size of a batch.
+
+    32 is what `common.stream.eval_batch_size` takes for small data sets, for the sake of many
+    ranks; 256 is what one GPU alone would take.
+    """
+    model = build_model(ModelOptions(model="resnet34", stem="large"), 3, 5, side).to(device).eval()
+    images = torch.randn(count, 3, side, side, device=device)
+    with torch.inference_mode():
+        return {
+            str(size): 1 / rate(lambda size=size: list(map(model, images.split(size))), 1, device)  # type: ignore[misc]
+            for size in (32, 256)
+        }
+
+
 def measure(device: torch.device) -> dict[str, Any]:
     """All settings once, and the roofline; on a CPU two of them with hardly any images."""
     large = device.type == "cuda"
@@ -198,6 +213,7 @@ def measure(device: torch.device) -> dict[str, Any]:
     settings = SETTINGS if large else {"bf16": Setting(16), "fp32": Setting(16, "fp32")}
     return {"published_images_per_s": PUBLISHED,
             "runs": {name: images_per_s(one, device, side) for name, one in settings.items()},
+            "evaluation_s": evaluation_s(device, side, 731 if large else 8),  # of flower_photos
             "roofline": least_time(Setting(256 if large else 16), device, side)}  # fmt: skip
 
 
