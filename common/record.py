@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from common.errors import InputError
 from common.group import agreed, broadcast, choose_backend
+from common.host import usable_cores
 from common.ranks import Ranks
 from common.snapshot import TrainingState, differences, list_snapshots, refuse_mismatch
 
@@ -307,12 +308,18 @@ def set_up_logs(ranks: Ranks) -> None:
 
 
 def announce(recipe: str, options: RunOptions, ranks: Ranks, device: torch.device) -> None:
-    """The first line of output: how many processes, and on what. Nothing falls back in silence."""
+    """Say first how many processes train, and on what. Nothing falls back or idles in silence."""
     backend = choose_backend(options.backend, device)
     log.info(
         f"{recipe}: world_size {ranks.world_size} (launcher: {ranks.launcher}), "
         f"device {device_in_words(options.device, device)}, backend {backend}, {options.precision}"
     )
+    busy, cores = ranks.local_world_size * options.cpu_threads, usable_cores()
+    if device.type == "cpu" and busy < cores:
+        log.info(
+            f"training computes on {busy} of {cores} CPU cores here: a larger --nproc (where the "
+            "recipe takes it) or --cpu-threads, which decides the bits, uses more"
+        )
 
 
 def device_in_words(asked: str, device: torch.device) -> str:

@@ -31,6 +31,7 @@ from typing import Literal
 from common import stack
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
 from common.hints import SHARED_MEMORY_HINT
+from common.host import control_group_limits, cpu_quotas
 from common.launch import ROOT, end_with_parent
 from common.ranks import Ranks, resolve
 from recipes.cli import Parser, attempt
@@ -237,7 +238,7 @@ def cores(where: Where) -> Iterator[Finding]:
     if where.ranks.launcher == "none":
         ranks_here = where.nproc or torch.cuda.device_count() or 2
     found = f"{usable} of {os.cpu_count()} cores for {ranks_here} processes of one thread each"
-    quota = next((share for share in _cpu_quotas() if share < usable), None)
+    quota = next((share for share in cpu_quotas() if share < usable), None)
     if quota is not None:
         yield warning("cores", f"the container or job may use {quota:g} cores' time of {usable}",
                       "docker: --cpus; Slurm: --cpus-per-task; or start fewer")  # fmt: skip
@@ -248,30 +249,11 @@ def cores(where: Where) -> Iterator[Finding]:
         yield ok("cores", found)
 
 
-def _cpu_quotas() -> Iterator[float]:
-    """What this process's control groups allow [cores]."""
-    for limit in _limits_of_control_groups("cpu.max"):
-        quota, period = limit.split()
-        yield int(quota) / int(period)
-
-
-def _limits_of_control_groups(name: str) -> Iterator[str]:
-    """What the file `name` says in this process's group and those above it (version 2)."""
-    with contextlib.suppress(OSError):
-        own = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].strip("/")
-        group = Path("/sys/fs/cgroup") / own
-        for path in (group, *group.parents):
-            if (path / name).is_file():
-                text = (path / name).read_text()
-                if not text.startswith("max"):
-                    yield text
-
-
 def memory(where: Where) -> Iterator[Finding]:
     """Main memory."""
     text = Path("/proc/meminfo").read_text()
     free = int(text.split("MemAvailable:")[1].split()[0]) * 1024
-    for limit in _limits_of_control_groups("memory.max"):
+    for limit in control_group_limits("memory.max"):
         free = min(free, int(limit.split()[0]))
     if free < 2 * _GIB:
         yield warning("memory", f"{free / _GIB:.1f} GiB available",
