@@ -1,9 +1,7 @@
 """The data sets: real ones, embedded or on disk, each as a `Data` of two `Samples`."""
 
 import hashlib
-import json
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +16,14 @@ from torch import Tensor
 
 from common import image_folder
 from common.errors import InputError
-from common.group import agreed
+from common.group import agreed, gather
 from common.hints import SHARED_MEMORY_HINT
-from common.loader_tuning import choose_num_workers, most_workers
+from common.loader_tuning import (
+    choose_num_workers,
+    cores_per_rank,
+    default_num_workers,
+    most_workers,
+)
 from common.prefetch import DeviceBatches
 from common.ranks import Ranks
 from common.seeds import mix
@@ -49,13 +52,15 @@ class DataOptions:
     download: bool = False
     """Let rank 0 download fashion_mnist or cifar10 into --data-path."""
     verify_images: bool = True
-    """imagefolder: decode every image once before training, so that a bad one is found now."""
+    """imagefolder: decode every image before training, so that a bad one is found now; once, until
+    a file changes (remembered in ~/.cache/torch-recipes)."""
     image_size: int | None = None
     """Side of the square the model sees [px]. None: digits 8, fashion_mnist 28, cifar10 and fake
     32, imagefolder 224."""
-    num_workers: int | Literal["auto"] = 0
-    """Loading processes a rank [processes]; 0 loads in the training process, auto measures first
-    and remembers its answer in the run's folder."""
+    num_workers: int | Literal["auto"] | None = None
+    """Loading processes per rank [processes]; 0 loads in the training process. None: imagefolder as
+    many as the host has cores to spare, up to 8; 0 for data in memory. auto measures first and
+    remembers its answer in the run's folder."""
     loader: Literal["map", "stream"] = "map"
     """Map-style samples with a sampler, or the same batches from a hand-sharded iterable."""
     pin_memory: bool = True
@@ -67,7 +72,7 @@ class DataOptions:
             raise ValueError(f"--data {self.data} needs --data-path DIR")
         if self.image_size is not None and self.image_size < 4:
             raise ValueError(f"--image-size must be at least 4 px, got {self.image_size}")
-        if self.num_workers != "auto" and self.num_workers < 0:
+        if isinstance(self.num_workers, int) and self.num_workers < 0:
             raise ValueError(f"--num-workers must be 0 or more, got {self.num_workers}")
 
 
@@ -115,8 +120,10 @@ def load_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
                 raise InputError(
                     f"cannot download {options.data} into {options.data_path}: {error}"
                 ) from error
+    if options.data == "imagefolder":
+        return _image_folder(options, seed, ranks)
     with agreed():
-        return _open(options, seed, ranks)
+        return _open(options, seed)
     raise AssertionError("agreed() raises where the block did")
 
 
@@ -134,7 +141,7 @@ def make_loaders(
 
     The batches come on `device`, the images as `dtype`.
 
-    Calls collectives where `--num-workers auto` measures; `folder` is the run's, for its answer.
+    Calls collectives. `folder` is the run's, where `--num-workers auto` keeps what it measured.
 
     Raises:
         InputError: a batch that the world size does not divide or the data cannot fill, or more
@@ -145,23 +152,8 @@ def make_loaders(
         len(data.val), eval_batch_size(len(data.val)), ranks.rank, ranks.world_size
     )
     pin = options.pin_memory and device.type == "cuda"
-    if options.num_workers:
-        with agreed():
-            largest = max(batches.batch_size_per_rank, eval_batch_size(len(data.val)))
-            most, why = most_workers(data.train, largest, ranks.local_world_size)
-            if options.num_workers != "auto" and options.num_workers > most:
-                raise InputError(
-                    f"--num-workers {options.num_workers}: {why}; {SHARED_MEMORY_HINT}"
-                )
-    if options.num_workers == "auto":
-        cores = max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size)
-        if most < cores and ranks.is_main:
-            log.info(f"{why}; {SHARED_MEMORY_HINT}")
-        cores = min(most, cores)
-        known = choose_num_workers(data.train, list(batches), device, pin, folder, cores)
-        workers = min(most, known)  # a resumed run's may be from a host with more room
-    else:
-        workers = options.num_workers
+    largest = max([batches.batch_size_per_rank, *map(len, held_out)])
+    workers = _num_workers(data.train, batches, largest, options, device, pin, folder)
     loader = make_loader(
         data.train, batches, style=options.loader, num_workers=workers, pin_memory=pin
     )
@@ -172,7 +164,52 @@ def make_loaders(
     return batches, moved, val_moved
 
 
-def _open(options: DataOptions, seed: int, ranks: Ranks) -> Data:
+def _num_workers(
+    samples: Samples,
+    batches: GlobalBatches,
+    largest: int,
+    options: DataOptions,
+    device: torch.device,
+    pin: bool,
+    folder: Path,
+) -> int:
+    """Loading processes per rank, the same number on every rank.
+
+    Args:
+        samples: to train on.
+        batches: of them.
+        largest: samples of the largest batch, which decides what fits into /dev/shm.
+        options: `num_workers` is a number, "auto" to measure, or None to go by the cores.
+        device: of this rank.
+        pin: load into page-locked memory.
+        folder: of the run.
+
+    Raises:
+        InputError: a number was given for which /dev/shm is too small.
+    """
+    asked = options.num_workers
+    if asked == 0 or (asked is None and options.data != "imagefolder"):
+        return 0
+    cores, ranks_here = cores_per_rank()
+    with agreed():
+        room = most_workers(samples, largest, ranks_here)
+    most, why = min(gather(room))
+    if isinstance(asked, int):
+        if asked > most:
+            raise InputError(f"--num-workers {asked}: {why}; {SHARED_MEMORY_HINT}")
+        return asked
+    wanted = cores if asked == "auto" else default_num_workers(cores, device)
+    if most < wanted:
+        log.info(f"{why}; {SHARED_MEMORY_HINT}")
+    wanted = min(most, wanted)
+    if asked == "auto":
+        known = choose_num_workers(samples, list(batches), device, pin, folder, wanted)
+        return min(most, known)  # a resumed run's may be from a host with more room
+    log.info(f"--num-workers {wanted} (CPU cores per rank: {cores})")
+    return wanted
+
+
+def _open(options: DataOptions, seed: int) -> Data:
     if options.data == "digits":
         pixels, labels = _digits()
         images = (torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16 - 0.305) / 0.376
@@ -185,10 +222,6 @@ def _open(options: DataOptions, seed: int, ranks: Ranks) -> Data:
         arrays, count = Arrays(images, labels), len(labels)
         cut = count * 4 // 5
         return _arrays_data(arrays, range(cut), range(cut, count), seed)
-    if options.data_path is None or not options.data_path.is_dir():
-        raise InputError(f"--data-path {options.data_path} is not a folder")
-    if options.data == "imagefolder":
-        return _image_folder(options, seed, ranks)
     return _torchvision(options, seed)
 
 
@@ -311,18 +344,16 @@ def _torchvision(options: DataOptions, seed: int) -> Data:
 
 def _image_folder(options: DataOptions, seed: int, ranks: Ranks) -> Data:
     assert options.data_path is not None
-    names, files, train, val = image_folder.list_images(options.data_path, seed)
+    with agreed():
+        names, files, train, val = image_folder.list_images(options.data_path, seed)
+        fingerprint, copy = image_folder.fingerprints(options.data_path, files)
     if options.verify_images:
-        mine = [path for path, _ in files[ranks.rank :: ranks.world_size]]
-        image_folder.verify(mine, show_progress=ranks.is_main)
-    listing = [(str(p.relative_to(options.data_path)), p.stat().st_size) for p, _ in files]
-    if ranks.is_main:
-        log.info(f"JPEGs are decoded by {'TorchCodec' if image_folder.fast_jpeg() else 'Pillow'}")
+        image_folder.verify_once(files, copy, ranks)
+    log.info(f"JPEGs are decoded by {'TorchCodec' if image_folder.fast_jpeg() else 'Pillow'}")
     side = options.image_size or 224
     augment = partial(image_folder.random_crop, side=side)
     plain = partial(image_folder.center_crop, side=side)
     source = image_folder.ImageFiles(files)
-    fingerprint = hashlib.sha256(json.dumps(listing).encode()).hexdigest()
     training = Samples(source, train, augment, seed)
     validation = Samples(source, val, plain, seed)
     return Data(

@@ -1,5 +1,9 @@
 """A folder of images, one sub-folder a class: listed, split by class, checked, decoded."""
 
+import hashlib
+import json
+import logging
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -9,11 +13,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
 from common.errors import InputError, TrainingError
+from common.group import agreed, gather
+from common.ranks import Ranks
 from common.seeds import mix
+
+log = logging.getLogger("recipes")
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".webp", ".tif", ".tiff"}
 
@@ -31,8 +40,10 @@ def list_images(
         Class names, (path, class) of every image, and the indices to train and to validate on.
 
     Raises:
-        InputError: no classes, an empty one, or nothing left to validate on.
+        InputError: no folder, no classes, an empty one, or nothing left to validate on.
     """
+    if not root.is_dir():
+        raise InputError(f"--data-path {root} is not a folder")
     split = [root / "train", root / "val"]
     if not all(part.is_dir() for part in split):
         split = [root]
@@ -42,6 +53,56 @@ def list_images(
         return names, files[0], *_split_by_class(files[0], seed)
     cut, count = len(files[0]), len(files[0]) + len(files[1])
     return names, files[0] + files[1], range(cut), range(cut, count)
+
+
+def fingerprints(root: Path, files: list[tuple[Path, int]]) -> tuple[str, str]:
+    """SHA-256 over every file's relative path and size; and one of this copy of them.
+
+    The second also has the folder's place and the times at which each file was changed. Those of
+    its inode (ctime) tell a replacement that was given the old file's time of writing (cp -p).
+    """
+    listing, times = [], hashlib.sha256(str(root.resolve()).encode())
+    for path, _ in files:
+        status = path.stat()
+        listing.append((str(path.relative_to(root)), status.st_size))
+        times.update(f" {status.st_mtime_ns} {status.st_ctime_ns}".encode())
+    fingerprint = hashlib.sha256(json.dumps(listing).encode())
+    times.update(fingerprint.digest())
+    return fingerprint.hexdigest(), times.hexdigest()
+
+
+def verify_once(files: list[tuple[Path, int]], copy: str, ranks: Ranks) -> None:
+    """`verify`, unless this user did and no file changed since. Calls collectives.
+
+    The ranks that see the same copy of the data share the work; a host's own copy is checked there.
+
+    Args:
+        files: of the folder.
+        copy: from `fingerprints`, taken before: a file that changes meanwhile is checked next time.
+        ranks: rank 0 shows progress.
+
+    Raises:
+        InputError: on all ranks, where one of them finds an image that cannot be decoded.
+    """
+    marker, known = Path("torch-recipes", "verified", copy), False
+    with suppress(OSError, RuntimeError):  # no home, or nothing may be read there
+        marker = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / marker
+        known = marker.is_file()
+    found = gather((copy, known))
+    peers = [rank for rank, (other, _) in enumerate(found) if other == copy]
+    known = all(found[rank][1] for rank in peers)
+    with agreed():
+        if known:
+            log.info(f"{len(files)} images: verified before, unchanged since ({marker.parent})")
+        else:
+            mine = files[peers.index(dist.get_rank()) :: len(peers)]
+            verify([path for path, _ in mine], show_progress=ranks.is_main)
+    if not known:
+        log.info(f"{len(files)} images: verified, all can be decoded")
+        with suppress(OSError):  # then it is done again next time
+            if marker.is_absolute():
+                marker.parent.mkdir(parents=True, exist_ok=True)
+                marker.touch()
 
 
 def verify(paths: list[Path], *, show_progress: bool) -> None:

@@ -1,4 +1,4 @@
-"""How many loading processes: measured on the user's own data, not guessed.
+"""How many loading processes: by what the host has, or measured on the user's own data.
 
 `tune_loader` shows the whole sweep; `--num-workers auto` in a training recipe uses the same code
 and remembers its answer in the run's folder.
@@ -8,9 +8,11 @@ import json
 import logging
 import math
 import os
+import socket
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from common.group import broadcast, gather
+from common.host import cpu_quotas
 from common.measure import synchronize
 from common.record import mebibytes, write_json
 from common.stream import Key, Samples, make_loader
@@ -28,7 +31,33 @@ log = logging.getLogger("recipes")
 GAIN = 1.05
 """One more loading process must be worth this much: below it is noise."""
 
+MOST_BY_DEFAULT = 8
+"""Loading processes per rank: a core decodes some 600 photos/s, a fast GPU's ResNet-50 takes 3,000.
+More cost memory."""
+
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
+
+
+def cores_per_rank() -> tuple[int, int]:
+    """CPU cores for each rank, the least of all ranks, and the ranks here. Calls collectives.
+
+    Ranks may have cores of their own (srun and mpirun can bind them) or share a host's: a core that
+    three ranks may use counts as a third for each.
+
+    Returns:
+        Cores of a rank, at least 1, and how many ranks are on this host.
+    """
+    host, mine = socket.gethostname(), os.sched_getaffinity(0)
+    here = [cores for name, cores in gather((host, mine)) if name == host]
+    users = Counter(core for cores in here for core in cores)
+    cores = min([sum(1 / users[core] for core in mine), *(q / len(here) for q in cpu_quotas())])
+    return max(1, int(min(gather(cores)) + 1e-6)), len(here)
+
+
+def default_num_workers(cores: int, device: torch.device) -> int:
+    """Loading processes per rank of so many cores, of which training on a CPU takes its threads."""
+    busy = torch.get_num_threads() if device.type == "cpu" else 0
+    return max(0, min(cores - busy, MOST_BY_DEFAULT))
 
 
 def counts(cpu_cores: int) -> Iterator[int]:
@@ -145,13 +174,12 @@ def choose_num_workers(
         device: of this rank.
         pin_memory: load into page-locked memory.
         folder: of the run, where the answer is kept in loader.json and read again on a resume.
-        cpu_cores: of each rank: no more processes are tried.
+        cpu_cores: of each rank, the same number on all: no more processes are tried.
     """
     file = folder / "loader.json"
     known: Any = broadcast(json.loads(file.read_text()) if file.is_file() else None)
     if known is None:
         speeds: dict[int, float] = {}
-        cpu_cores = min(gather(cpu_cores))  # else ranks would leave the loop at different numbers
         enough = list(batches) * -(-100 // len(batches))  # a small data set several times over
         for number in counts(cpu_cores):
             own = samples_per_s(samples, enough, device, num_workers=number,

@@ -34,6 +34,11 @@ class DeviceBatches:
         mean_of, std_of = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (mean, std))
         self.scale, self.shift = 1 / (255 * std_of), mean_of / std_of
 
+    @property
+    def num_workers(self) -> int:
+        """Processes that load for this rank; 0 where it loads by itself."""
+        return int(getattr(self.loader, "num_workers", 0))
+
     def prepare(self, images: Tensor) -> Tensor:
         """Images, or one, as the model sees them."""
         images = images.to(self.device, non_blocking=True)

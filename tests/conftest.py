@@ -187,6 +187,14 @@ def make_run(nproc: int, options: tuple[str, ...], tmp_path: Path) -> Result:
         runner.stop()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What runs remember in the user's cache folder is the tests' own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> Iterator[Recipe]:
     """Runs recipes as a user does."""

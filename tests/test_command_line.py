@@ -15,9 +15,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from common.host import usable_cores
 from common.manifest import without_secrets
 from common.record import weights_sha256
-from tests.conftest import ROOT, Recipe, Result, need, wait_for
+from tests.conftest import ROOT, Recipe, Result, need, need_root, wait_for
+from tests.test_data import flowers, photo
 
 PLANTED = "hf_planted0123456789"
 OPTIONS = ("--epochs", "6", "--log-every", "5", "--snapshot-every", "4")
@@ -89,6 +91,7 @@ def assert_record(folder: Path, summary: dict[str, Any]) -> None:
     assert PLANTED not in (folder / "manifest.json").read_text()
     config = json.loads((folder / "config.json").read_text())
     assert (config["lr"], config["data"], config["seed"]) == (0.1, "digits", 0)
+    assert config["num_workers"] == 0, "data in memory"
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["torch"] == torch.__version__
     assert manifest["world_size"] == 2
@@ -302,3 +305,55 @@ def test_make_help_is_the_default_goal_and_diff_ddp_is_short(recipe: Recipe) -> 
     diff = recipe.finish(recipe.start("make", "-C", ROOT, "diff-ddp"), recipe.tmp_path).stdout
     changed = [line for line in diff.splitlines() if re.match(r"[+-](?![+-]{2})", line)]
     assert 10 < len(changed) < 70, "a newcomer reads it in a minute"
+
+
+def test_images_are_verified_once_and_loaded_on_the_cores_that_are_left(recipe: Recipe) -> None:
+    root = flowers(recipe.tmp_path / "photos")
+    options = ("--data", "imagefolder", "--data-path", root, "--image-size", "16",
+               "--global-batch-size", "4", "--nproc", "2", "--max-steps")  # fmt: skip
+    first = recipe("ddp_launch", *options, "1").assert_ok().stdout
+    assert "20 images: verified, all can be decoded" in first
+    each = max(1, usable_cores() // 2)
+    workers = min(8, each - 1)
+    assert f"--num-workers {workers} (CPU cores per rank: {each})" in first
+    assert json.loads((recipe.tmp_path / "run" / "config.json").read_text())["num_workers"] == (
+        workers
+    )
+    assert ("training computes on 2 of" in first) == (usable_cores() > 2)
+    again = recipe("ddp_launch", *options, "2").assert_ok().stdout
+    assert "20 images: verified before, unchanged since" in again
+    # A larger photo, cut to the size of the one that it replaces, whose times it is given.
+    replaced, larger = root / "tulip" / "tulip 3.jpg", recipe.tmp_path / "larger.jpg"
+    before = replaced.stat()
+    photo(larger, 1, size=(200, 200))
+    larger.write_bytes(larger.read_bytes()[: before.st_size])
+    os.utime(larger, ns=(before.st_atime_ns, before.st_mtime_ns))
+    larger.rename(replaced)
+    assert (replaced.stat().st_size, replaced.stat().st_mtime_ns) == (
+        before.st_size, before.st_mtime_ns,
+    )  # fmt: skip
+    refused = recipe("ddp_launch", *options, "3")
+    assert refused.status == 2
+    assert "tulip 3.jpg cannot be decoded as an image" in refused.errors[0]
+
+
+def test_a_default_run_takes_fewer_loading_processes_where_shared_memory_is_small(
+    recipe: Recipe,
+) -> None:
+    """And one process says how many of the cores it computes on."""
+    need_root()
+    need("unshare")
+    if usable_cores() < 2:
+        pytest.skip("needs two CPU cores")
+    root = flowers(recipe.tmp_path / "photos")
+    command = recipe.command(
+        "ddp_launch", "--nproc", "1", "--data", "imagefolder", "--data-path", root,
+        "--image-size", "128", "--global-batch-size", "16", "--max-steps", "1",
+    )  # fmt: skip
+    script = 'mount --make-rprivate / && mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
+    process = recipe.start("unshare", "--mount", "sh", "-c", script, "sh", *command)
+    result = recipe.finish(process, recipe.tmp_path / "run").assert_ok()
+    assert "/dev/shm has 1 MiB free" in result.stdout
+    assert "leave room for 0 loading processes" in result.stdout
+    assert "--num-workers 0 (CPU cores per rank: " in result.stdout
+    assert f"training computes on 1 of {usable_cores()} CPU cores" in result.stdout

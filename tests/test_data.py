@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import os
 import pickle
 import struct
 from collections.abc import Iterator
@@ -20,13 +21,14 @@ from sklearn.datasets import load_sample_images
 from torch import nn
 from torchvision import transforms as v1
 
-from common import image_folder
+from common import image_folder, loader_tuning
 from common.data import IMAGENET_MEAN, IMAGENET_STD, Data, DataOptions, _digits, load_data, shifted
 from common.errors import InputError, TrainingError
+from common.loader_tuning import cores_per_rank, default_num_workers
 from common.prefetch import DeviceBatches
 from common.ranks import Ranks
 from common.stream import Samples
-from tests.pool import in_group
+from tests.pool import Pool, in_group
 
 
 def load(seed: int = 0, **options: Any) -> Data:
@@ -234,6 +236,56 @@ def test_a_bad_image_folder_is_named_before_training(tmp_path: Path, fault: str)
     root = tmp_path / "data" / "daisy" if fault == "no classes" else tmp_path / "data"
     with pytest.raises(InputError, match=says):
         load(data="imagefolder", data_path=root)
+
+
+def own_copy(ranks: Ranks, root: Path, apart: bool) -> list[int]:
+    """How many images this rank verifies in each of two loads; `apart`: of a copy of its own."""
+    counts: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(image_folder, "verify", lambda paths, **_: counts.append(len(paths)))
+        options = DataOptions("imagefolder", root / str(ranks.rank if apart else 0))
+        for _ in range(2):
+            load_data(options, 0, ranks)
+    return counts
+
+
+def test_ranks_share_the_verification_of_what_they_all_see(pool: Pool, tmp_path: Path) -> None:
+    for rank in range(2):
+        flowers(tmp_path / str(rank), per_class=5 + rank)
+    assert pool.run(in_group, 2, own_copy, tmp_path, True) == [[10], [12]]
+    assert pool.run(in_group, 2, own_copy, tmp_path, False) == [[], []], "known by now"
+    photo(tmp_path / "0" / "daisy" / "one more.jpg", 5)
+    assert pool.run(in_group, 2, own_copy, tmp_path, False) == [[6], [5]]
+    (tmp_path / "0" / "daisy" / "one more.jpg").touch()
+    assert pool.run(in_group, 2, own_copy, tmp_path, False) == [[6], [5]]
+
+
+def on_cores(ranks: Ranks, cores: list[set[int]], quota: float | None) -> tuple[int, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda _: cores[ranks.rank])
+        patch.setattr(loader_tuning, "cpu_quotas", lambda: [quota] if quota else [])
+        return cores_per_rank()
+
+
+def test_loading_processes_by_the_cores_of_a_rank(pool: Pool) -> None:
+    def shared_out(*cores: set[int], quota: float | None = None) -> tuple[int, int]:
+        found = pool.run(in_group, len(cores), on_cores, list(cores), quota)
+        assert len(set(found)) == 1, "one number on all ranks"
+        answer: tuple[int, int] = found[0]
+        return answer
+
+    host = set(range(12))
+    assert shared_out(host) == (12, 1)
+    assert shared_out(host, host, host) == (4, 3)
+    assert shared_out(set(range(4)), set(range(4, 8))) == (4, 2), "bound to cores of their own"
+    assert shared_out(set(range(6)), set(range(4, 8))) == (3, 2), "to some of their own"
+    assert shared_out({0}, {0}) == (1, 2)
+    assert shared_out(host, host, quota=6.0) == (3, 2)
+    gpu = torch.device("cuda")
+    assert [default_num_workers(cores, gpu) for cores in (1, 4, 64)] == [1, 4, 8]
+    cpu = torch.device("cpu")
+    assert default_num_workers(torch.get_num_threads() + 3, cpu) == 3
+    assert default_num_workers(torch.get_num_threads(), cpu) == 0
 
 
 def test_verification_can_be_left_out(tmp_path: Path) -> None:

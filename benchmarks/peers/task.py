@@ -13,7 +13,6 @@ from torch.utils.data import Dataset
 from common.data import ArraySamples, DataOptions, _open, shifted
 from common.models import ModelOptions, build_model
 from common.optim import OptimizerOptions
-from common.ranks import Ranks
 from common.record import RunOptions
 
 GLOBAL_BATCH_SIZE = OptimizerOptions().total_batch_size(1)
@@ -77,7 +76,7 @@ def parse() -> Task:
 
 def make_data() -> tuple[Digits, Digits]:
     """Training and validation data, split and augmented as by the recipe."""
-    data = _open(DataOptions(), seed=0, ranks=Ranks())
+    data = _open(DataOptions(), seed=0)
     assert isinstance(data.train, ArraySamples)
     assert isinstance(data.val, ArraySamples)
     return Digits(data.train), Digits(data.val)

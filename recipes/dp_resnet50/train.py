@@ -162,6 +162,7 @@ def train(config: Config, ranks: Ranks) -> None:
         batches, loader, val_loader = make_loaders(
             data, config.data, batch_size, seed, ranks, device, dtype, run.folder
         )
+        run.resolve(num_workers=loader.num_workers)
 
         # model
         model = prepare_model(config.model, data)

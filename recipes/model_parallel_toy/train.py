@@ -284,6 +284,7 @@ def train(config: Config, ranks: Ranks) -> None:
         batches, loader, val_loader = make_loaders(  # all stages of a pipeline load the same
             data, config.data, batch_size, seed, share, (devices or [device])[0], dtype, run.folder
         )
+        run.resolve(num_workers=loader.num_workers)
 
         # model
         model = build(parallel, data).to(dtype)
