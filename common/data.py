@@ -58,9 +58,9 @@ class DataOptions:
     """Side of the square the model sees [px]. None: digits 8, fashion_mnist 28, cifar10 and fake
     32, imagefolder 224."""
     num_workers: int | Literal["auto"] | None = None
-    """Loading processes per rank [processes]; 0 loads in the training process. None: imagefolder as
-    many as the host has cores to spare, up to 8; 0 for data in memory. auto measures first and
-    remembers its answer in the run's folder."""
+    """Loading processes per rank [processes]; 0 loads in the training process. None: for
+    imagefolder as many as the rank has cores to spare, up to 8; 0 for data in memory. auto measures
+    first and remembers its answer in the run's folder."""
     loader: Literal["map", "stream"] = "map"
     """Map-style samples with a sampler, or the same batches from a hand-sharded iterable."""
     pin_memory: bool = True

@@ -2,9 +2,9 @@
 
 Times a fixed number of samples for 0, 1, 2, ... loading processes, with and without pinned memory
 where there is a GPU, until more bring nothing, and recommends the smallest number that nothing
-beats. Training recipes do the same by `--num-workers auto`. Use it when `samples_per_s` of a
-training run is far below what the model alone can do; where the model is the slow part, any number
-will do.
+beats. Training recipes choose by the number of cores, or measure like this by `--num-workers auto`.
+Use it when `samples_per_s` of a training run is far below what the model alone can do; where the
+model is the slow part, any number will do.
 
     make run RECIPE=tune_loader ARGS="--data imagefolder --data-path flower_photos"
     docker run --gpus all IMAGE tune_loader --data imagefolder --data-path /data
