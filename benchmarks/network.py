@@ -51,8 +51,8 @@ WAYS = {
     "bf16": Way(average_in_bf16, sent=0.5),
     "bf16, 2 x batch": Way(average_in_bf16, accumulate=2, sent=0.5),
     ALONE_2: Way(noop_hook, accumulate=2, sent=0.0),
-    "`--bucket-mb 1`": Way(bucket_mb=1),
-    "`--bucket-mb 100`": Way(bucket_mb=100),
+    "buckets of 1 MiB": Way(bucket_mb=1),
+    "buckets of 100 MiB": Way(bucket_mb=100),
 }
 CONVNET, RESNET = "convnet, 8 px, 48 images a rank", "ResNet-18, 64 px, 32 images a rank"
 CASES = {

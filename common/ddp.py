@@ -34,9 +34,6 @@ class ParallelOptions:
     once a step, with the last one. BatchNorm then looks at a micro-batch."""
     gradient_compression: Literal["none", "bf16"] = "none"
     """bf16 sends gradients in half the bytes, rounded to 8 bits; weights stay as they are."""
-    bucket_mb: float | None = None
-    """Send gradients in pieces of this size [MiB], each as soon as it is complete. None: torch's 1,
-    then 25."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
@@ -59,8 +56,6 @@ class ParallelOptions:
         if given and (self.accumulate > 1 or self.gradient_compression != "none"):
             raise ValueError("--virtual-ranks cuts the batch and adds gradients up in its own way: "
                              "leave out --accumulate and --gradient-compression")  # fmt: skip
-        if self.bucket_mb is not None and not self.bucket_mb > 0:
-            raise ValueError(f"--bucket-mb must be above 0: {self.bucket_mb}")
 
     def micro_batch_size(self, batch_size_per_rank: int) -> int:
         """Samples of a rank that are computed at once.

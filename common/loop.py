@@ -156,7 +156,6 @@ class Loop:
             f"val_loss {result.loss:.4f}, val_accuracy {result.accuracy:.4f}"
         )
         if run.options.epoch_weights:
-            state.wait()  # what the writing thread sets for its file would be set for this one
             run.save_epoch_weights(state_dict, state.epoch)
         self._speed.resume()
 

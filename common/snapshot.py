@@ -10,9 +10,8 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -203,7 +202,7 @@ def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
     temporary = folder / f"step_{step:08d}.{os.getpid()}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file, _without_crc32():
+        with temporary.open("wb") as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
@@ -219,17 +218,6 @@ def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
             "then run the same command to go on from the last one"
         ) from error
     return path
-
-
-@contextmanager
-def _without_crc32() -> Iterator[None]:
-    """Leave out zip's own checksums, a third of the work: that of the file is in its name."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
 
 
 def list_snapshots(folder: Path) -> list[Path]:

@@ -45,7 +45,6 @@ def assert_refused(pool: Pool, says: str, *options: str | Path, name: str = "ddp
         ("--virtual-ranks 2 --accumulate 2", "leave out --accumulate"),
         ("--accumulate 5", "--accumulate 5 does not divide a rank's batch of 96: 95 or 100"),
         ("--accumulate 0", "at least 1"),
-        ("--bucket-mb 0", "must be above 0"),
         ("--virtual-ranks 4 --global-batch-size 90", "global batch of 90: 88 or 92 samples"),
         ("--master-port 70000", "65535"),
         ("--nnodes 2", "--master-addr"),

@@ -95,7 +95,6 @@ def train(config: Config, ranks: Ranks) -> None:
         ddp = DistributedDataParallel(
             trained_as(config.model, model),
             device_ids=[device.index] if device.type == "cuda" else None,
-            bucket_cap_mb=parallel.bucket_mb,
             gradient_as_bucket_view=True,  # saves one copy of the gradients
         )
         set_comm_hook(ddp, parallel)
