@@ -11,6 +11,11 @@ from common.errors import InputError
 # Slurm gives its batch and interactive shells these step ids: neither is a task.
 _NO_TASK_STEPS = {"4294967290", "4294967291", "batch", "interactive", "extern"}
 
+# What a launcher gives its ranks beside RANK and WORLD_SIZE, and a shell that exports these two
+# does not have.
+_OF_A_LAUNCHER = ("TORCHELASTIC_RUN_ID", "GROUP_RANK", "RECIPES_ERRORS", "OMPI_COMM_WORLD_RANK",
+                  "MPI_LOCALRANKID")  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -75,7 +80,8 @@ def resolve(env: Mapping[str, str] | None = None, local_rank_argument: int | Non
 
     The nearest launcher wins: torchrun inside a Slurm allocation is torchrun, mpirun inside one is
     mpirun. SLURM_JOB_ID alone means nothing (a shell in an allocation has it too): a Slurm task is
-    one that has a step id. MASTER_ADDR and MASTER_PORT given by the user always win.
+    one that has a step id and no terminal. MASTER_ADDR and MASTER_PORT given by the user always
+    win; RANK and WORLD_SIZE that no launcher set must say what Slurm says.
 
     Args:
         env: environment variables, `os.environ` by default.
@@ -91,17 +97,54 @@ def resolve(env: Mapping[str, str] | None = None, local_rank_argument: int | Non
     OUTPUT ENVIRONMENT VARIABLES; Open MPI FAQ, "environment variables that Open MPI sets".
     """
     env = os.environ if env is None else env
-    if "RANK" in env or "WORLD_SIZE" in env:
+    task = _is_slurm_task(env)
+    if task and not any(name in env for name in _OF_A_LAUNCHER):
+        _refuse_leftovers(env)
+    elif "RANK" in env or "WORLD_SIZE" in env:
         return _from_torchrun(env, local_rank_argument)
     if "OMPI_COMM_WORLD_RANK" in env:
         return _from_mpi(env, "openmpi", "OMPI_COMM_WORLD_{}", "OMPI_MCA_ess_base_jobid")
     if "PMI_RANK" in env and "MPI_LOCALRANKID" in env:
         return _from_mpi(env, "pmi", "PMI_{}", "PMI_ID")
-    # `srun --pty bash` is a shell, though Slurm counts it as a task.
-    shell = "SLURM_PTY_PORT" in env and env.get("SLURM_STEP_NUM_TASKS") == "1"
-    if "SLURM_PROCID" in env and env.get("SLURM_STEP_ID", "batch") not in _NO_TASK_STEPS:
-        return Ranks() if shell else _from_slurm(env)
-    return Ranks()
+    return _from_slurm(env) if task else Ranks()
+
+
+def _is_slurm_task(env: Mapping[str, str]) -> bool:
+    """Whether Slurm started this process as a task, and no person did in a shell of a step.
+
+    Slurm's variables alone do not tell: all that a shell of a step starts inherits them, even a
+    job submitted there or a terminal that outlives the step. But srun gives a terminal to the first
+    task under --pty and to no other.
+    """
+    if "SLURM_PROCID" not in env or env.get("SLURM_STEP_ID", "batch") in _NO_TASK_STEPS:
+        return False
+    first_of_several = "SLURM_PTY_PORT" in env and env.get("SLURM_STEP_NUM_TASKS") != "1"
+    return first_of_several or not _has_terminal()
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def _refuse_leftovers(env: Mapping[str, str]) -> None:
+    """Refuse RANK and WORLD_SIZE that were exported before srun, for every task alike.
+
+    Raises:
+        InputError: one of them is not what Slurm says of this task.
+    """
+    slurm = _from_slurm(env)
+    expected = {"RANK": str(slurm.rank), "WORLD_SIZE": str(slurm.world_size)}
+    given = {name: env[name] for name in expected if name in env}
+    if any(value != expected[name] for name, value in given.items()):
+        raise InputError(
+            f"{' '.join(f'{name}={value}' for name, value in given.items())} in the environment, "
+            f"but Slurm started this as task {slurm.rank} of {slurm.world_size}: unset "
+            f"{' '.join(given)} before sbatch or srun, or start the ranks with torchrun"
+        )
 
 
 def _number(env: Mapping[str, str], name: str, launcher: str) -> int:
@@ -196,14 +239,22 @@ def _from_slurm(env: Mapping[str, str]) -> Ranks:
         )
     node_rank = _number(env, "SLURM_NODEID", "slurm")
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+    rank = _number(env, "SLURM_PROCID", "slurm")
     if "MASTER_ADDR" not in env and not nodes:
         raise InputError("Slurm set no SLURM_STEP_NODELIST: give MASTER_ADDR yourself")
+    if "MASTER_ADDR" not in env and rank == 0 and node_rank != 0:
+        here = os.uname().nodename
+        raise InputError(
+            f"rank 0 is on {here}, but the other ranks look for it on {first_host(nodes)}, the "
+            "first host of SLURM_STEP_NODELIST: leave out --distribution=arbitrary, or export "
+            f"MASTER_ADDR={here} before the job"
+        )
     job, step, restart = (
         _number(env, name, "slurm") if name in env else 0
         for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     )
     return Ranks(
-        _number(env, "SLURM_PROCID", "slurm"),
+        rank,
         _number(env, "SLURM_LOCALID", "slurm"),
         world_size,
         per_node[node_rank] if node_rank < len(per_node) else world_size,

@@ -18,6 +18,11 @@ fail() { # bad input: status 2, which is never requeued
     exit 2
 }
 
+# shellcheck source=slurm/clean_env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/clean_env.sh"
+# Under --distribution=arbitrary Slurm does not set it.
+SLURM_TASKS_PER_NODE=${SLURM_TASKS_PER_NODE:-$(((${SLURM_NTASKS:-$SLURM_NNODES} + SLURM_NNODES - 1) / SLURM_NNODES))}
+
 original=${original:-$0} # the reader's own file, where the user keeps it
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export SLURM_EXPORT_ENV=ALL # where sbatch was given --export, srun would pass on as little

@@ -11,6 +11,7 @@ from common.ranks import Ranks, expand_tasks_per_node, first_host, resolve
 TORCHRUN = {
     "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4",
     "MASTER_ADDR": "n1", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RUN_ID": "none",
 }  # fmt: skip
 # What a task of `srun -N2 --ntasks-per-node=2` has, seen on Slurm 22.05.
 SLURM = {
@@ -55,13 +56,53 @@ def test_torch_distributed_launch_without_use_env_passes_an_argument() -> None:
         resolve(TORCHRUN, local_rank_argument=0)
 
 
-def test_a_shell_of_srun_is_no_task() -> None:
-    shell = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
-             "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "gpu07",
-             "SLURM_STEP_TASKS_PER_NODE": "1"}  # fmt: skip
-    assert resolve(shell).launcher == "slurm"
-    assert resolve({**shell, "SLURM_PTY_PORT": "43211"}) == Ranks()
-    assert numbers(resolve({**SLURM, "SLURM_PTY_PORT": "43211"})) == (3, 1, 4, 2)
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a task's, wherever these tests are started."""
+    monkeypatch.setattr("common.ranks._has_terminal", lambda: False)
+
+
+def test_a_shell_in_a_step_is_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told by its terminal: its variables reach jobs that are submitted there, too."""
+    one = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+           "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "gpu07",
+           "SLURM_STEP_TASKS_PER_NODE": "1"}  # fmt: skip
+    for env in (one, {**one, "SLURM_PTY_PORT": "43211"}):
+        assert resolve(env).launcher == "slurm"
+    monkeypatch.setattr("common.ranks._has_terminal", lambda: True)
+    for env in (one, {**one, "SLURM_PTY_PORT": "43211"}, SLURM):
+        assert resolve(env) == Ranks()
+    assert numbers(resolve({**SLURM, "SLURM_PTY_PORT": "43211"})) == (3, 1, 4, 2)  # srun --pty -n4
+
+
+@pytest.mark.parametrize(
+    ("left", "says"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "RANK=0 WORLD_SIZE=1 in the environment"),
+        ({"WORLD_SIZE": "1"}, "unset WORLD_SIZE before"),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, "task 3 of 4"),
+        ({**without(TORCHRUN, "TORCHELASTIC_RUN_ID")}, "RANK=5 WORLD_SIZE=8"),
+    ],
+)
+def test_ranks_that_a_shell_left_contradict_slurm(left: dict[str, str], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        resolve({**SLURM, **left})
+
+
+def test_ranks_exported_from_slurms_own_are_fine() -> None:
+    by_hand = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu07",
+               "MASTER_PORT": "4711"}  # fmt: skip
+    assert numbers(resolve({**SLURM, **by_hand})) == (3, 1, 4, 2)
+    assert resolve({**SLURM, **by_hand}).master_port == 4711
+    mpi = {**OPENMPI, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "4711"}
+    assert resolve({**SLURM, **mpi}).world_size == 2  # mpirun in an allocation
+
+
+def test_rank_0_must_be_where_the_others_look_for_it() -> None:
+    elsewhere = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    with pytest.raises(InputError, match="gpu07, the first host of SLURM_STEP_NODELIST"):
+        resolve(elsewhere)
+    assert resolve({**elsewhere, "MASTER_ADDR": "gpu08"}).rank == 0
 
 
 def test_srun_one_task_a_gpu() -> None:
@@ -114,7 +155,7 @@ def test_a_session_is_of_one_start_of_one_step() -> None:
     again = {**SLURM, "SLURM_RESTART_COUNT": "1"}
     other = {**SLURM, "SLURM_STEP_ID": "1"}
     assert len({resolve(env).session for env in (SLURM, again, other)}) == 3
-    assert resolve({**SLURM, "SLURM_PROCID": "0"}).session == resolve(SLURM).session
+    assert resolve({**SLURM, "SLURM_PROCID": "2"}).session == resolve(SLURM).session
 
 
 def test_the_steps_reserved_port_and_the_users_win() -> None:

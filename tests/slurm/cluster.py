@@ -63,6 +63,18 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=60 PriorityTier=1 PreemptMode=R
 PartitionName=high Nodes=ALL MaxTime=60 PriorityTier=10 PreemptMode=OFF
 """
 
+# Another site: memory is handed out by core and a job killed that takes more, tasks are bound to
+# cores (as far as this machine has them), and the first task that fails ends its step.
+STRICT = {
+    "SelectTypeParameters": "CR_Core_Memory",
+    "DefMemPerCPU": "1500",
+    "TaskPlugin": "task/affinity",
+    "KillOnBadExit": "1",
+    "JobAcctGatherType": "jobacct_gather/linux",
+    "JobAcctGatherFrequency": "task=1",
+    "JobAcctGatherParams": "OverMemoryKill",
+}
+
 # submitit asks sacct; without an accounting database squeue knows the same of recent jobs.
 _SACCT = """\
 #!/bin/sh
@@ -76,11 +88,13 @@ class Cluster:
 
     Args:
         folder: for its state and logs, short: munge's socket lies in it.
+        settings: lines of slurm.conf that another site has otherwise.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, str] | None = None) -> None:
         self.folder = folder
-        self._name = f"recipes-slurm-{os.getpid()}"
+        self._settings = settings or {}
+        self._name = f"recipes-{folder.name}"
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         self._daemons: list[subprocess.Popen[bytes]] = []
         try:
@@ -105,10 +119,11 @@ class Cluster:
             f"NodeName={node} NodeAddr={_ADDRESSES[node]} CPUs=8 RealMemory=8000 Gres=gpu:2"
             for node in NODES
         )
-        (self.folder / "slurm.conf").write_text(
-            _CONF.format(head=HEAD, head_address=_ADDRESSES[HEAD], folder=self.folder, nodes=nodes,
-                         first_job_id=int(time.time()) % 10_000_000)
-        )  # fmt: skip
+        conf = _CONF.format(head=HEAD, head_address=_ADDRESSES[HEAD], folder=self.folder,
+                            nodes=nodes, first_job_id=int(time.time()) % 10_000_000)  # fmt: skip
+        kept = [s for s in conf.splitlines() if s.partition("=")[0] not in self._settings]
+        changed = [f"{name}={value}" for name, value in self._settings.items()]
+        (self.folder / "slurm.conf").write_text("\n".join([*changed, *kept, ""]))
         for number in (0, 1):  # character devices: for a plain file Slurm hides and shows nothing
             os.mknod(self.folder / f"nvidia{number}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
         (self.folder / "gres.conf").write_text(

@@ -125,12 +125,13 @@ class Submitter:
         sbatch: tuple[str, ...] = TWO_BY_TWO,
         env: Mapping[str, str] | None = None,
         name: str = "job",
+        inside: tuple[str, ...] = (),
     ) -> Job:
-        """Submit train, torchrun or a script of the test's."""
+        """Submit train, torchrun or a script of the test's; `inside` runs sbatch."""
         path = ROOT / "slurm" / f"{file}.sbatch" if isinstance(file, str) else file
         log = self.folder / f"{name}.log"
         done = self.cluster.run(
-            "sbatch", "--parsable", "--output", log, *sbatch, path, *arguments,
+            *inside, "sbatch", "--parsable", "--output", log, *sbatch, path, *arguments,
             env={"RUNS": str(self.folder / "all runs"), **(env or {})}, cwd=self.folder,
         )  # fmt: skip
         job_id = done.stdout.strip()
@@ -150,11 +151,20 @@ class Submitter:
         return {"PYTHONPATH": f"{ROOT}:{self.folder}", **env}
 
 
-@pytest.fixture
-def submit(cluster: Cluster, tmp_path: Path) -> Iterator[Submitter]:
-    yield Submitter(cluster, tmp_path)
+def submitter(cluster: Cluster, folder: Path) -> Iterator[Submitter]:
+    yield Submitter(cluster, folder)
     cluster.run("scancel", "--user", "root")
     wait_for(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), every_s=ASK_S)
+
+
+@pytest.fixture
+def submit(cluster: Cluster, tmp_path: Path) -> Iterator[Submitter]:
+    yield from submitter(cluster, tmp_path)
+
+
+@pytest.fixture
+def submit_strictly(strict: Cluster, tmp_path: Path) -> Iterator[Submitter]:
+    yield from submitter(strict, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -463,13 +473,93 @@ def test_wrong_at_the_start(submit: Submitter, what: str) -> None:
     assert len(errors) == (2 if what.startswith("GPUs that") else 1), job.said  # a line a host
 
 
-@pytest.mark.parametrize("what", ["recipe", "option"])
+WRONG_FOR_TORCHRUN = {
+    "recipe": WRONG["recipe"],
+    "option": WRONG["option"],
+    "cores": (("ddp_launch",), {}, ("--nodes=2", "--gpus-per-node=2"), "--ntasks-per-node=2"),
+    "tasks": (("ddp_launch",), {}, ("--nodes=2", "--ntasks=3"), "2,1 tasks on the nodes"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_FOR_TORCHRUN)
 def test_wrong_at_the_start_of_torchrun(submit: Submitter, what: str) -> None:
-    arguments, _, _, expected = WRONG[what]
-    job = submit("torchrun", *arguments)
+    arguments, _, sbatch, expected = WRONG_FOR_TORCHRUN[what]
+    job = submit("torchrun", *arguments, sbatch=sbatch)
     assert job.ended(60)["ExitCode"] == "2:0"
     (error,) = re.findall("(?m)^error: .*$", job.said)
     assert expected in error
+
+
+# A shell of a step, in an allocation.
+_SESSION = (
+    "salloc", "--nodelist=n1", "--ntasks=1", "--mem-per-cpu=500", "--gpus-per-node=2",
+    sys.executable, "-c", "import pty, sys; pty.spawn(['srun', '--pty', *sys.argv[1:]])",
+)  # fmt: skip
+
+
+def test_an_interactive_session_leaks_nothing_into_a_job(submit_strictly: Submitter) -> None:
+    submit = submit_strictly
+    noting = (f'grep Cpus_allowed_list /proc/self/status >> {submit.folder}/cores.$SLURM_JOB_ID; '
+              f'exec {sys.executable} "$@"')  # fmt: skip
+    python = stub(submit.folder, "python", noting)["PATH"].split(":")[0] + "/python"
+    jobs = [
+        submit("train", "ddp_launch", "--epochs", "1", sbatch=sbatch, env={"PYTHON": python, **env},
+               inside=_SESSION, name=name)
+        for name, sbatch, env in (
+            ("four", (*TWO_BY_TWO, "--mem=4000", "--nodelist=n[1-2]"), {}),
+            # And from the script of an array's task that submits the next job.
+            ("one", ("--nodes=1",), {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1",
+                                     "SLURM_NTASKS": "4", "SLURM_RESTART_COUNT": "2"}),
+        )
+    ]  # fmt: skip
+    for job, world_size in zip(jobs, (4, 1), strict=True):
+        assert job.result.assert_ok().summary["world_size"] == world_size, job.said
+    assert json.loads((jobs[0].run / "manifest.json").read_text())["hosts"] == ["n1", "n2"]
+    cores = (submit.folder / f"cores.{jobs[0].job_id}").read_text().split()[1::2]
+    assert set(cores) != {"0"}, "all ranks on the session's core"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_ranks_left_in_the_shell_are_not_the_jobs(submit: Submitter, file: str) -> None:
+    left = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+    job = submit(file, "ddp_launch", "--epochs", "1", env=left, sbatch=ONE_EACH)
+    if file == "train":  # meanwhile, without our files
+        command = ("srun", "-N2", "-n2", sys.executable, "-m", "recipes", "ddp_launch", "--check")
+        bare = submit.cluster.run(*command, env={"PYTHONPATH": str(ROOT), **left}, check=False)
+        assert bare.returncode == 2
+        assert "error: RANK=0 WORLD_SIZE=1 in the environment" in bare.stderr
+    assert job.result.assert_ok().summary["world_size"] == 2
+    assert "not used, it comes from the shell that submitted this: WORLD_SIZE=1\n" in job.said
+
+
+def test_torchrun_has_its_ranks_memory(submit_strictly: Submitter) -> None:
+    """As the README asks for it; that of one core is too little."""
+    job = submit_strictly("torchrun", "ddp_launch", "--epochs", "1", "--device", "cpu",
+                          sbatch=(*TWO_BY_TWO, "--gpus-per-node=2"))  # fmt: skip
+    assert job.result.assert_ok().summary["world_size"] == 4
+
+
+def test_a_site_that_kills_at_the_first_exit_lets_all_ranks_save(
+    submit_strictly: Submitter, pair: Result
+) -> None:
+    job = submit_strictly("train", "ddp_launch", *OPTIONS,
+                          env=submit_strictly.patch(STEP_S="0.03"), sbatch=ONE_EACH)  # fmt: skip
+    assert interrupt(job, signal_tasks, pair).repeated_steps == 0
+
+
+def test_rank_0_on_another_host_than_the_first_is_said(submit: Submitter) -> None:
+    hosts = submit.folder / "hosts"
+    hosts.write_text("n3\nn1\n")
+    jobs = [
+        submit("train", "ddp_launch", *options, name=name,
+               env={"SLURM_HOSTFILE": str(hosts), **env},
+               sbatch=(*ONE_EACH, "--nodelist=n[1,3]", "--distribution=arbitrary"))
+        for name, env, options in (("wrong", {}, ("--check",)),
+                                   ("right", {"MASTER_ADDR": "n3"}, ("--epochs", "1")))
+    ]  # fmt: skip
+    assert jobs[0].result.status == 2
+    assert "error: rank 0 is on n3, but the other ranks look for it on n1" in jobs[0].said
+    assert jobs[1].result.assert_ok().summary["world_size"] == 2
 
 
 def test_an_array_on_one_node_shares_no_port(submit: Submitter) -> None:
@@ -503,12 +593,12 @@ def test_an_array_over_seeds(submit: Submitter) -> None:
 def test_a_shell_that_srun_opens_is_no_rank(submit: Submitter) -> None:
     ask = "from common.ranks import resolve; print(resolve().launcher)"
     found = []
-    for options in ([], ["--pty"]):
+    for options in ([], ["--pty"], ["--pty", "srun", "--overlap"]):
         command = ["srun", *options, sys.executable, "-c", ask]
         terminal = f"import pty; pty.spawn({command!r})"
         done = submit.cluster.run(sys.executable, "-c", terminal, env={"PYTHONPATH": str(ROOT)})
         found.append(done.stdout.split()[-1])
-    assert found == ["slurm", "none"]
+    assert found == ["slurm", "none", "slurm"]
 
 
 def test_two_steps_side_by_side_share_no_port(submit: Submitter) -> None:
