@@ -87,8 +87,7 @@ class Cluster:
             self._write_files()
             self._make_network()
             self._start_munge()
-            head = [*self._inside(HEAD), "slurmctld", "-D"]
-            self._daemons.append(self._popen(head, "slurmctld"))
+            self.start_slurmctld()
             for node in NODES:
                 self.power_on(node)
             wait_for(lambda: self._idle() == len(NODES), 60, 0.1)
@@ -170,6 +169,16 @@ class Cluster:
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
+
+    def start_slurmctld(self) -> None:
+        """Start the head node's daemon, which goes on with the jobs that there were."""
+        self._daemons.append(self._popen([*self._inside(HEAD), "slurmctld", "-D"], "slurmctld"))
+
+    def stop_slurmctld(self) -> None:
+        """End it: nobody can submit, ask or requeue."""
+        slurmctld = self._daemons.pop()
+        slurmctld.terminate()
+        slurmctld.wait(10)
 
     def power_on(self, node: str) -> None:
         """Start a node's daemon; a shell is its first process, which buries what Slurm leaves."""
