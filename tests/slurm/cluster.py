@@ -101,7 +101,7 @@ class Cluster:
         hosts = "".join(f"{address} {name}\n" for name, address in _ADDRESSES.items())
         (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
         nodes = "\n".join(
-            f"NodeName={node} NodeAddr={_ADDRESSES[node]} CPUs=8 RealMemory=8000 Gres=gpu:2"
+            f"NodeName={node} NodeAddr={_ADDRESSES[node]} CPUs=8 RealMemory=8000 Gres=gpu:h100:2"
             for node in NODES
         )
         (self.folder / "slurm.conf").write_text(
@@ -111,7 +111,7 @@ class Cluster:
         for number in (0, 1):  # character devices: for a plain file Slurm hides and shows nothing
             os.mknod(self.folder / f"nvidia{number}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
         (self.folder / "gres.conf").write_text(
-            f"AutoDetect=off\nName=gpu File={self.folder}/nvidia[0-1]\n"
+            f"AutoDetect=off\nName=gpu Type=h100 File={self.folder}/nvidia[0-1]\n"
         )
         sacct = self.folder / "bin" / "sacct"
         sacct.write_text(_SACCT)

@@ -17,6 +17,7 @@ import pytest
 
 from tests.conftest import ROOT, Result, make_run, need, wait_for
 from tests.slurm.cluster import Cluster
+from tests.test_data import flowers
 
 pytestmark = pytest.mark.slurm
 
@@ -534,7 +535,7 @@ def test_two_runs_of_one_job_do_not_share_a_folder(submit: Submitter) -> None:
 
 def test_fewer_ranks_than_the_gpus_of_an_exclusive_node(submit: Submitter) -> None:
     ways: list[tuple[list[str], list[str]]] = [
-        (["--device", "cpu"], []), (["--device=cpu"], []), ([], ["--gpus-per-node=1"])
+        (["--device", "cpu"], []), (["--device=cpu"], []), ([], ["--gpus-per-node=h100:1"])
     ]  # fmt: skip
     jobs = [
         submit("train", "ddp_launch", "--check", *options, name=str(number),
@@ -571,6 +572,25 @@ def test_an_array_over_seeds(submit: Submitter) -> None:
     jobs = [Job(submit.cluster, f"{array}_{task}", submit.folder / f"{task}.log", run)
             for task, run in enumerate(runs)]  # fmt: skip
     assert len({job.result.assert_ok().sha for job in jobs}) == 2
+
+
+def test_data_on_each_nodes_disk(submit: Submitter) -> None:
+    """The README's script, with this cluster's nodes and a folder of the test's as their disk."""
+    page = (ROOT / "slurm" / "README.md").read_text()
+    (script,) = re.findall(r"```\n(#!/bin/bash\n#SBATCH .*?)```", page, re.DOTALL)
+    script = script.replace("--gpus-per-node=4 --ntasks-per-node=4", "--ntasks-per-node=1")
+    path = submit.folder / "staged.sh"
+    path.write_text(
+        script.replace("/tmp", str(submit.folder / "disk"))
+        .replace("slurm/train.sbatch", str(ROOT / "slurm" / "train.sbatch"))
+        .replace("ddp_launch", "ddp_launch --epochs 1 --image-size 32 --global-batch-size 4")
+    )
+    flowers(submit.folder / "photos")
+    (submit.folder / "disk").mkdir()
+    shutil.make_archive(str(submit.folder / "photos"), "tar", submit.folder, "photos")
+    job = submit(path, sbatch=())
+    job.run = submit.folder / "all runs" / "ddp_launch" / job.run.name
+    assert job.result.assert_ok().summary["world_size"] == 2
 
 
 def test_a_shell_that_srun_opens_is_no_rank(submit: Submitter) -> None:
