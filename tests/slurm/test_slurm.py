@@ -588,7 +588,7 @@ def test_data_on_each_nodes_disk(submit: Submitter) -> None:
     flowers(submit.folder / "photos")
     (submit.folder / "disk").mkdir()
     shutil.make_archive(str(submit.folder / "photos"), "tar", submit.folder, "photos")
-    job = submit(path, sbatch=())
+    job = submit(path, sbatch=("--time=10",))
     job.run = submit.folder / "all runs" / "ddp_launch" / job.run.name
     assert job.result.assert_ok().summary["world_size"] == 2
 
