@@ -14,12 +14,13 @@ STATUS_STOPPED = 75  # EX_TEMPFAIL: run the same command again to go on
 class InputError(ValueError):
     """The user's input cannot work; says what was needed, what was found and the fix.
 
-    Raised before training starts and by every rank alike: options are the same everywhere, and
-    what one rank alone finds is shared by `common.group.agreed`.
+    Raised before training starts and by every rank alike: what one rank alone finds is shared by
+    `common.group.refuse_together` until the group is there, and then by `common.group.agreed`.
     """
 
-    agreed = False
-    """Every rank has raised it: rank 0 alone shows it."""
+    agreed: bool | None = None
+    """True: every rank has raised it, and rank 0 alone shows it. False: the peers could not be
+    told, each rank shows its own. None: nobody has asked them yet."""
 
 
 class TrainingError(RuntimeError):

@@ -2,6 +2,7 @@
 
 import datetime
 import fcntl
+import json
 import os
 import socket
 import struct
@@ -26,6 +27,9 @@ _left: list[dist.ProcessGroup | None] = []
 
 # A master on loopback cannot be reached from another host: no need to wait long to say so.
 _LOOPBACK_PATIENCE_S = 20.0
+
+# A rank that cannot begin waits this long for its peers, to tell them. Less than srun's --wait.
+_REFUSAL_PATIENCE_S = 15.0
 
 
 def choose_device(device: str, ranks: Ranks, visible_gpus: int | None = None) -> torch.device:
@@ -154,15 +158,19 @@ def process_group(
             store: dist.Store = dist.HashStore()
         else:
             _choose_interface(ranks)
-            store = _connect(ranks, timeout_s)
+            try:
+                store = _connect(ranks, timeout_s)
+            except InputError as error:
+                error.agreed = bool(error.agreed)  # peers that cannot be reached cannot be told
+                raise
         dist.init_process_group(
             name, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout
         )
-    if ranks.world_size > 1:
-        gpu = device.type == "cuda"
-        uuid = str(torch.cuda.get_device_properties(device).uuid) if gpu else ""
-        _refuse_unlike_devices(device.type, uuid, nccl="nccl" in name)
     try:
+        if ranks.world_size > 1:
+            gpu = device.type == "cuda"
+            uuid = str(torch.cuda.get_device_properties(device).uuid) if gpu else ""
+            _refuse_unlike_devices(device.type, uuid, nccl="nccl" in name)
         yield
     except BaseException as error:
         if isinstance(error, InputError):
@@ -206,7 +214,56 @@ def _leave() -> None:
     dist.destroy_process_group()
 
 
-def _connect(ranks: Ranks, timeout_s: float) -> dist.Store:
+def refuse_together(error: InputError, ranks: Ranks) -> InputError:
+    """Tell the peers what this rank found before it joined the group, and hear what they found.
+
+    They hear it where all ranks meet first, at rank 0's store. So rank 0 shows it once, however
+    many ranks found the same, and no rank waits for one that has ended. Where `common.launch`
+    started all ranks it does that itself.
+
+    Returns:
+        The error that every rank ends with; this rank's own where the peers cannot be told.
+    """
+    supervised = "RECIPES_ERRORS" in os.environ and not ranks.several_hosts
+    if error.agreed is not None or ranks.world_size == 1 or supervised:
+        return error
+    try:
+        _connect(ranks, _REFUSAL_PATIENCE_S, error)
+    except Exception as found:  # whatever is wrong with the store, this error is the one to show
+        if isinstance(found, InputError) and found.agreed:
+            return found
+    error.agreed = False
+    return error
+
+
+def _agree_to_begin(store: dist.Store, ranks: Ranks, refusal: InputError | None) -> None:
+    """Raise on every rank what any rank brings."""
+    brought = [socket.gethostname(), str(refusal or "")]
+    store.set(f"ready/{ranks.rank}", json.dumps(brought))
+    everybody = range(ranks.world_size)
+    found = [json.loads(value) for value in store.multi_get([f"ready/{r}" for r in everybody])]
+    who: dict[str, list[str]] = {}
+    for rank, (host, message) in enumerate(found):
+        if message:
+            who.setdefault(message, []).append(f"rank {rank} on {host}")
+    if not who:
+        return
+    if ranks.rank > 0:
+        store.set(f"heard/{ranks.rank}", "")
+    else:  # the store ends with rank 0
+        with suppress(RuntimeError):
+            store.wait([f"heard/{r}" for r in everybody[1:]], datetime.timedelta(seconds=5))
+    lines = []
+    for message, names in who.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        where = "" if len(names) == ranks.world_size else f"{names[0]}{more}: "
+        lines.append(f"{where}{message}")
+    shared = InputError("; ".join(lines))
+    shared.agreed = True
+    raise shared
+
+
+def _connect(ranks: Ranks, timeout_s: float, refusal: InputError | None = None) -> dist.Store:
     address, port = ranks.master_addr, ranks.master_port
     try:
         socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
@@ -216,7 +273,7 @@ def _connect(ranks: Ranks, timeout_s: float) -> dist.Store:
         timeout_s = min(timeout_s, _LOOPBACK_PATIENCE_S)
     # TCPStore's own time-out does not cover a stranger's server on that port that takes the
     # connection and never answers, and it tries more than once.
-    watchdog = threading.Timer(timeout_s + 2, _give_up, (ranks, timeout_s))
+    watchdog = threading.Timer(timeout_s + 2, _give_up, (ranks, timeout_s, refusal))
     watchdog.daemon = True
     watchdog.start()
     is_master = ranks.rank == 0 and not ranks.agent_store
@@ -238,7 +295,9 @@ def _connect(ranks: Ranks, timeout_s: float) -> dist.Store:
         )
         # torchrun's agent keeps its store when it restarts the ranks (static rendezvous), and
         # env:// would then meet the addresses of the dead.
-        return dist.PrefixStore(f"session_{ranks.session}", store)
+        own = dist.PrefixStore(f"session_{ranks.session}", store)
+        _agree_to_begin(own, ranks, refusal)
+        return own
     except OSError as error:
         host = socket.gethostname()
         taken = f"port {port} on {host} cannot be taken ({error.strerror}): "
@@ -277,8 +336,11 @@ def _several_hosts_on_loopback(ranks: Ranks) -> bool:
     return loopback and ranks.several_hosts
 
 
-def _give_up(ranks: Ranks, timeout_s: float) -> None:
-    os._exit(report(_not_met(ranks, timeout_s), ranks))
+def _give_up(ranks: Ranks, timeout_s: float, refusal: InputError | None) -> None:
+    error = refusal or _not_met(ranks, timeout_s)
+    if isinstance(error, InputError):
+        error.agreed = False
+    os._exit(report(error, ranks))
 
 
 def _choose_interface(ranks: Ranks) -> None:

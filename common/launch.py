@@ -387,7 +387,9 @@ def report(error: Exception, ranks: Ranks) -> int:
     if advice := "" if expected else hints.hint(f"{type(error).__name__} {message}"):
         message = f"{_shortened(message)}: {advice}"
     where = f"rank {ranks.rank} on {socket.gethostname()}: "
-    line = f"error: {'' if status == STATUS_BAD_INPUT else where}{message}"
+    if isinstance(error, InputError) and (error.agreed is not False or ranks.is_main):
+        where = ""
+    line = f"error: {where}{message}"
     trace = "" if expected else "".join(traceback.format_exception(error))
     errors = os.environ.get("RECIPES_ERRORS")
     follows = isinstance(error, PeerError) or (not expected and hints.follows(error))
@@ -404,9 +406,8 @@ def report(error: Exception, ranks: Ranks) -> int:
                 file.write(json.dumps(entry) + "\n")
         except OSError:  # the parent is gone
             _say(f"{line}\n{trace}".rstrip())
-    elif isinstance(error, InputError):
-        if ranks.rank == 0 if error.agreed else ranks.local_rank == 0:
-            _say(line)
+    elif isinstance(error, InputError) and error.agreed and ranks.rank > 0:
+        time.sleep(1)  # rank 0 speaks: mpirun and torchrun end all ranks as soon as one ends
     elif not isinstance(error, PeerError):
         _say(f"{line}\n{trace}".rstrip())
     return status

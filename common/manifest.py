@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 _ENVIRONMENT = (
     "CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "MKL_NUM_THREADS",
     "NCCL_ALGO", "NCCL_IB_DISABLE", "NCCL_PROTO", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS",
-    "PYTHONHASHSEED", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_RESTART_COUNT",
+    "PYTHONHASHSEED", "SLURM_JOB_NUM_NODES", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )  # fmt: skip
+_START = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
 # What a word of a command may hide, as far as its form tells: the value of an option with such a
 # name, the user part of an address, and the tokens whose issuers gave them a prefix.
@@ -63,6 +63,7 @@ def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) 
             "cpu_threads": torch.get_num_threads(),
         },
         "environment": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+        "start": {name: os.environ[name] for name in _START if name in os.environ},
         "data_fingerprint": data_fingerprint,
     }
 

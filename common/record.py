@@ -202,7 +202,7 @@ class Run:
         changed = {
             name: value
             for name, value in then.items()
-            if name not in ("command", "seed") and manifest.get(name) != value
+            if name not in ("command", "seed", "start") and manifest.get(name) != value
         }
         if changed:
             before.append({"until_step": step, **changed})

@@ -6,9 +6,8 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from common.errors import STATUS_BAD_INPUT, InputError
-from common.launch import die_with_parent, end_process, report, stop_at_once
-from common.ranks import Ranks
+from common.errors import InputError
+from common.launch import die_with_parent, end_process, stop_at_once
 from common.stack import check_environment
 from recipes import cli
 
@@ -46,12 +45,11 @@ def main() -> int:
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-        print(f"error: no recipe {name!r}: {hint}", file=sys.stderr)
-        return STATUS_BAD_INPUT
+        return cli.refuse(InputError(f"no recipe {name!r}: {hint}"))
     try:
         check_environment()
     except InputError as error:
-        return report(error, Ranks())
+        return cli.refuse(error)
     if known[name][1] == "ranks":
         return cli.start(name, arguments)
     return int(import_module(f"recipes.{name}.train").main(arguments))

@@ -163,9 +163,30 @@ def run(
         elif (wanted or options.nnodes * options.processes) > 1:
             return start(name, arguments, wanted)
     except InputError as error:
-        error.agreed = ranks.launcher == "slurm"  # srun gave every task this command line
-        return report(error, ranks)
-    return run_rank(lambda: train(config, ranks), ranks)
+        return refuse(error, ranks)
+
+    def body() -> None:
+        from common.group import refuse_together  # imports torch
+
+        try:
+            train(config, ranks)
+        except InputError as error:
+            raise refuse_together(error, ranks) from None
+
+    return run_rank(body, ranks)
+
+
+def refuse(error: InputError, ranks: Ranks | None = None) -> int:
+    """Show bad input that was found before training, once for all ranks; its exit status."""
+    try:
+        ranks = ranks or resolve()
+        if ranks.world_size > 1:
+            from common.group import refuse_together
+
+            error = refuse_together(error, ranks)
+    except (InputError, ImportError):  # this rank does not know its peers, or torch is broken
+        error.agreed = False
+    return report(error, ranks or Ranks())
 
 
 def _refuse_other_than(wanted: int, name: str, options: LaunchOptions, ranks: Ranks) -> None:
@@ -232,6 +253,7 @@ def parse(name: str, config_class: type[C], arguments: Sequence[str]) -> tuple[L
 
 def _one_line(box: str) -> str:
     """tyro frames its errors in a box: its first paragraph and what it suggests, as one line."""
+    box = re.sub(r"\x1b\[[\d;]*m", "", box)  # colours, on a terminal
     framed = box.lstrip().startswith("╭")  # else, on an ASCII terminal, the title is a paragraph
     lines = [line.strip("│ ") for line in box.splitlines() if not re.match("[╭╰]", line)]
     paragraphs = re.split(r"(?m)^[─-]+$", "\n".join(lines))

@@ -3,6 +3,7 @@
 # conclude.
 #
 # Variables of yours (sbatch passes the environment on):
+#   RECIPES_ROOT  this repository, for copies of the sbatch files elsewhere
 #   PYTHON        interpreter with torch; default .venv/bin/python (an image has its own)
 #   RUNS          folder of all runs, seen by every node; default runs/ in the repository
 #   CONTAINER     apptainer:FILE.sif or pyxis:IMAGE; default none
@@ -23,20 +24,17 @@ source "$(dirname "${BASH_SOURCE[0]}")/clean_env.sh"
 # Under --distribution=arbitrary Slurm does not set it.
 SLURM_TASKS_PER_NODE=${SLURM_TASKS_PER_NODE:-$(((${SLURM_NTASKS:-$SLURM_NNODES} + SLURM_NNODES - 1) / SLURM_NNODES))}
 
-original=${original:-$0} # the reader's own file, where the user keeps it
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export SLURM_EXPORT_ENV=ALL # where sbatch was given --export, srun would pass on as little
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-settings=() # of the user's, for the command that goes on by hand
-for name in CONTAINER MOUNTS PYTHON MASTER_PORT MAX_RESTARTS; do
-    [[ -z ${!name:-} ]] || settings+=("$name=${!name}")
-done
 MAX_RESTARTS=${MAX_RESTARTS:-3}
 # An array task's raw id can be that of the whole array.
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 job=${job:-$SLURM_JOB_ID}
 tasks_per_node=${SLURM_TASKS_PER_NODE%%[(,]*}
 gpus_per_node=${SLURM_GPUS_ON_NODE:-0}
+# An exclusive job is given all GPUs of a node, and its steps those that were asked for: a100:4.
+[[ ! ${SLURM_GPUS_PER_NODE:-} =~ ^([^:,]+:)?([0-9]+)$ ]] || gpus_per_node=${BASH_REMATCH[2]}
 
 recipe=${1:-} options=("${@:2}")
 known=$(cd "$root/recipes" && echo */train.py)
@@ -55,6 +53,16 @@ done
 run=$(realpath -m -- "$run") # a container has another working directory
 problem=$({ mkdir -p "$run" && touch "$run/slurm_restarts.txt"; } 2>&1) ||
     fail "the run's folder cannot be written: ${problem#*: }"
+# Two scripts of one job are on one host: the file says which one runs in the folder.
+mine="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
+if ! (set -C && echo "$mine $$" >"$run/slurm_running") 2>/dev/null; then
+    read -r theirs pid <"$run/slurm_running"
+    [[ $theirs != "$mine" ]] || ! kill -0 "$pid" 2>/dev/null ||
+        fail "another run of job $job writes into $run: give each an --output-dir of its own"
+    echo "$mine $$" >"$run/slurm_running"
+fi
+trap 'rm -f "$run/slurm_running"' EXIT
+[[ ${SLURM_JOB_NAME:-} != recipes ]] || scontrol update JobId="$job" JobName="$recipe" 2>/dev/null
 
 export RECIPES_STOP_MARK=$run/slurm_stopped_early # a rank that leaves before it trains
 rm -f "$RECIPES_STOP_MARK"
@@ -86,6 +94,7 @@ one_process() { # whether one process may drive several GPUs
 }
 
 refuse_idle_or_shared_gpus() { # RANKS_A_NODE
+    [[ " ${options[*]} " != *" --device"[=\ ]"cpu "* ]] || return 0
     if ((gpus_per_node && gpus_per_node != $1)) && ! { (($1 < gpus_per_node)) && one_process; }; then
         fail "$1 ranks a node, but $gpus_per_node GPUs on $SLURMD_NODENAME: one rank a GPU is" \
             "needed, give --ntasks-per-node=$gpus_per_node (or another --gpus-per-node)"
@@ -110,15 +119,9 @@ from() { # SNAPSHOT
     if [[ $1 == none ]]; then echo "the start"; else echo "snapshot $1"; fi
 }
 
-resubmit() { # the command that goes on by hand
-    printf '%q ' "${settings[@]}" sbatch --nodes="$SLURM_NNODES" --ntasks-per-node="$tasks_per_node" \
-        --partition="$SLURM_JOB_PARTITION" ${SLURM_JOB_ACCOUNT:+--account="$SLURM_JOB_ACCOUNT"} \
-        ${SLURM_JOB_QOS:+--qos="$SLURM_JOB_QOS"} ${SLURM_MEM_PER_NODE:+--mem="$SLURM_MEM_PER_NODE"} \
-        ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
-        --time="$(squeue --noheader --job "$job" --format %l)"
-    ((gpus_per_node)) && printf '%q ' --gpus-per-node="$gpus_per_node"
-    printf '%q ' "$original" "$recipe" "${options[@]}" --output-dir "$run"
-    echo
+resubmit() { # how to go on by hand; Slurm tells a job only some of the options that sbatch had
+    echo "sbatch [its options and file as before${SLURM_ARRAY_TASK_ID:+, without --array}]" \
+        "$(printf '%q ' "$recipe" "${options[@]}" --output-dir "$run")"
 }
 
 no_progress() {
@@ -136,11 +139,11 @@ else
 fi
 
 run_step() { # COMMAND, whose status it returns
-    local status step last
+    local status last
     "$@" &
     step=$!
     # Where the batch script is warned and its tasks are not (scancel --batch): pass it on.
-    trap 'kill -USR2 $step 2>/dev/null' TERM USR1 USR2
+    trap 'kill -USR2 "$step" 2>/dev/null' TERM USR1 USR2
     wait "$step"
     status=$?
     while kill -0 "$step" 2>/dev/null; do # a trapped signal ends only the wait
@@ -154,12 +157,18 @@ run_step() { # COMMAND, whose status it returns
 }
 
 conclude() { # STATUS of the step: end the job with it, or have it requeued to go on
-    local status=$1 state newest refused asked
+    local status=$1 state newest refused until
+    trap '' TERM USR1 USR2 # a second one, for this or for what it asks
     newest=$(newest_snapshot) # now: the requeue kills what this script starts after it
     if ((status == 2)) && [[ $newest != none ]]; then # the place is to blame, not the options
         echo "once that is mended, to go on from $(from "$newest"): $(resubmit)" >&2
     fi
     ((status == 0 || status == 2)) && exit "$status"
+    until=$((SECONDS + 300))
+    while ! scontrol ping >/dev/null 2>&1 && ((SECONDS < until)); do
+        echo "slurmctld does not answer, asking again"
+        sleep 10
+    done
     state=$(squeue --noheader --job "$job" --format %T)
     [[ ${state:-RUNNING} == RUNNING ]] || exit "$status" # cancelled, or Slurm requeues it already
     case $status in # the signals: of a task that had not come to listen, and torchrun says 1
@@ -174,9 +183,7 @@ conclude() { # STATUS of the step: end the job with it, or have it requeued to g
         fi
     fi
     stuck && no_progress
-    refused=$(scontrol requeue incomplete "$job" 2>&1) # incomplete: not a cancelled one
-    asked=$?
-    if ((asked == 0 || asked > 128)); then # the requeue kills what asked for it, too
+    if refused=$(scontrol requeue incomplete "$job" 2>&1); then # incomplete: not a cancelled one
         echo "job $job is requeued, to go on from $(from "$newest")"
         exit "$status"
     fi

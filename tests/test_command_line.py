@@ -168,6 +168,40 @@ def test_under_mpirun(recipe: Recipe, reference: Result, name: str) -> None:
     assert "launcher: openmpi" in result.stdout
 
 
+BEFORE_THEY_MEET = {
+    "on rank 1": ("torch.distributed.run --no-python --nproc-per-node 2 --master-port 29512",
+                  "", "--device cuda", r"rank 1 on \S+: --device cuda, but this process sees no"),
+    "its options": ("mpirun", "", "--epocs 3", r"rank 1 on \S+: Unrecognized options: --epocs, 3"),
+    "all options": ("mpirun", "--epocs 3", "", r"Unrecognized options: --epocs, 3 \(perhaps"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BEFORE_THEY_MEET)
+def test_what_ranks_find_before_they_meet_is_shown_once(recipe: Recipe, what: str) -> None:
+    launcher, options, of_rank_1, says = BEFORE_THEY_MEET[what]
+    command = [sys.executable, "-m", *launcher.split()]
+    if launcher == "mpirun":
+        need("mpirun")
+        command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    script = ('[ "${RANK:-$OMPI_COMM_WORLD_RANK}" = 0 ] || set -- "$@" $OF_RANK_1; '
+              'exec "$0" -m recipes ddp_launch "$@"')  # fmt: skip
+    env = {"OF_RANK_1": of_rank_1, "CUDA_VISIBLE_DEVICES": ""}
+    process = recipe.start(
+        *command, "bash", "-c", script, sys.executable, *options.split(), env=env
+    )
+    result = recipe.finish(process, recipe.tmp_path, 60)
+    assert result.status != 0
+    assert len(result.errors) == 1, result.stderr
+    assert re.match(f"error: {says}", result.errors[0])
+
+
+def test_an_option_is_refused_in_plain_letters_on_a_terminal(recipe: Recipe) -> None:
+    command = [sys.executable, "-m", "recipes", "ddp_launch", "--nproc", "1", "--epocs", "3"]
+    process = recipe.start(sys.executable, "-c", f"import pty; pty.spawn({command!r})")
+    said = recipe.finish(process, recipe.tmp_path).stdout
+    assert said.startswith("error: Unrecognized options: --epocs, 3 (perhaps you meant --epochs)")
+
+
 def test_started_as_a_file(recipe: Recipe, reference: Result) -> None:
     for name in ("ddp_launch", "ddp_spawn"):
         folder = recipe.tmp_path / name

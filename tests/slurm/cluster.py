@@ -101,8 +101,7 @@ class Cluster:
             self._write_files()
             self._make_network()
             self._start_munge()
-            head = [*self._inside(HEAD), "slurmctld", "-D"]
-            self._daemons.append(self._popen(head, "slurmctld"))
+            self.start_slurmctld()
             for node in NODES:
                 self.power_on(node)
             wait_for(lambda: self._idle() == len(NODES), 60, 0.1)
@@ -116,7 +115,7 @@ class Cluster:
         hosts = "".join(f"{address} {name}\n" for name, address in _ADDRESSES.items())
         (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
         nodes = "\n".join(
-            f"NodeName={node} NodeAddr={_ADDRESSES[node]} CPUs=8 RealMemory=8000 Gres=gpu:2"
+            f"NodeName={node} NodeAddr={_ADDRESSES[node]} CPUs=8 RealMemory=8000 Gres=gpu:h100:2"
             for node in NODES
         )
         conf = _CONF.format(head=HEAD, head_address=_ADDRESSES[HEAD], folder=self.folder,
@@ -127,7 +126,7 @@ class Cluster:
         for number in (0, 1):  # character devices: for a plain file Slurm hides and shows nothing
             os.mknod(self.folder / f"nvidia{number}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
         (self.folder / "gres.conf").write_text(
-            f"AutoDetect=off\nName=gpu File={self.folder}/nvidia[0-1]\n"
+            f"AutoDetect=off\nName=gpu Type=h100 File={self.folder}/nvidia[0-1]\n"
         )
         sacct = self.folder / "bin" / "sacct"
         sacct.write_text(_SACCT)
@@ -185,6 +184,16 @@ class Cluster:
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
+
+    def start_slurmctld(self) -> None:
+        """Start the head node's daemon, which goes on with the jobs that there were."""
+        self._daemons.append(self._popen([*self._inside(HEAD), "slurmctld", "-D"], "slurmctld"))
+
+    def stop_slurmctld(self) -> None:
+        """End it: nobody can submit, ask or requeue."""
+        slurmctld = self._daemons.pop()
+        slurmctld.terminate()
+        slurmctld.wait(10)
 
     def power_on(self, node: str) -> None:
         """Start a node's daemon; a shell is its first process, which buries what Slurm leaves."""

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ import pytest
 
 from tests.conftest import ROOT, Result, make_run, need, wait_for
 from tests.slurm.cluster import Cluster
+from tests.test_data import flowers
 
 pytestmark = pytest.mark.slurm
 
@@ -184,6 +187,7 @@ def test_two_nodes_with_two_tasks_each(submit: Submitter, reference: Result, fil
     assert "error" not in job.said.lower()
     manifest = json.loads((job.run / "manifest.json").read_text())
     assert manifest["hosts"] == ["n1", "n2"]
+    assert job.info["JobName"] == "ddp_launch"
 
 
 def submit_py(
@@ -272,6 +276,7 @@ def interrupt(
     result = job.result.assert_ok()
     assert result.sha == reference.sha, job.said
     assert result.losses == reference.losses
+    assert "with other" not in job.said, "a restart is the same environment"
     repeated = reached - result.summary["resumed_from"]
     print(f"{how.__name__}: step {reached} reached, {repeated} steps done again")
     return Interrupted(result, int(info["Restarts"]), repeated, job.said)
@@ -408,18 +413,36 @@ def test_a_cancelled_job_saves_and_stays_cancelled(submit: Submitter) -> None:
 def test_where_requeue_is_refused_the_log_says_how_to_go_on(
     submit: Submitter, pair: Result
 ) -> None:
-    env = submit.patch(STEP_S="0.03", MAX_RESTARTS="4")
-    job = submit("train", "ddp_launch", *OPTIONS, env=env, sbatch=(*ONE_EACH, "--no-requeue"))
+    job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.03"),
+                 sbatch=(*ONE_EACH, "--no-requeue"))  # fmt: skip
     wait_for(lambda: job.step > 60)
     submit.cluster.run("scancel", "--signal=USR2", job.job_id)
     assert job.result.status == 75
-    (command,) = re.findall(r"to go on from snapshot step_\S+: (.*sbatch .+)", job.said)
-    assert command.startswith(f"PYTHON={sys.executable} MAX_RESTARTS=4 sbatch ")
-    again = submit.cluster.run("bash", "-c", f"{command.replace('sbatch', 'sbatch --parsable', 1)}",
-                               cwd=submit.folder).stdout.strip()  # fmt: skip
-    second = Job(submit.cluster, again, submit.folder / f"slurm-{again}.out", job.run)
+    (words,) = re.findall(
+        r"to go on from snapshot step_\S+: sbatch \[its options and file as before\] (.+)", job.said
+    )
+    second = submit("train", *shlex.split(words), sbatch=ONE_EACH, name="second")
+    second.run = job.run
     assert second.result.assert_ok().sha == pair.sha
     assert second.result.summary["resumed_from"] >= 60
+
+
+def test_a_second_signal_and_no_slurmctld_while_the_job_concludes(
+    submit: Submitter, pair: Result
+) -> None:
+    job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.03"), sbatch=ONE_EACH)
+    wait_for(lambda: job.step > 60)
+    batch_script = ["pkill", "-USR2", "-f", f"job{job.job_id}/slurm_script"]
+    submit.cluster.stop_slurmctld()
+    try:
+        subprocess.run(batch_script, check=True)
+        wait_for(lambda: "slurmctld does not answer, asking again" in job.said)
+        subprocess.run(batch_script, check=True)
+    finally:
+        submit.cluster.start_slurmctld()
+    assert job.result.assert_ok().sha == pair.sha, job.said
+    assert job.info["Restarts"] == "1"
+    assert "unbound" not in job.said
 
 
 def test_restarts_without_progress_end(submit: Submitter) -> None:
@@ -470,7 +493,7 @@ def test_wrong_at_the_start(submit: Submitter, what: str) -> None:
     )
     errors = re.findall("(?m)^error: .*$", job.said)
     assert expected in errors[0]
-    assert len(errors) == (2 if what.startswith("GPUs that") else 1), job.said  # a line a host
+    assert len(errors) == 1, job.said  # of four ranks
 
 
 WRONG_FOR_TORCHRUN = {
@@ -562,6 +585,57 @@ def test_rank_0_on_another_host_than_the_first_is_said(submit: Submitter) -> Non
     assert jobs[1].result.assert_ok().summary["world_size"] == 2
 
 
+def test_a_rank_that_alone_cannot_begin_is_named_once(submit: Submitter) -> None:
+    one = '[ $SLURM_PROCID = 3 ] && set -- --lr none; exec "$0" -m recipes ddp_launch "$@"'
+    job = submit(submit.script(f"srun bash -c '{one}' {sys.executable}\n"
+                               f"srun {sys.executable} -m recipes ddp_lunch"))  # fmt: skip
+    job.ended(60)
+    alone, alike = re.findall("(?m)^error: .*$", job.said)
+    assert re.match(r"error: rank 3 on n2: .*--lr", alone)
+    assert alike == "error: no recipe 'ddp_lunch': did you mean ddp_launch?"
+
+
+def test_copies_and_links_of_the_file(submit: Submitter) -> None:
+    file = ROOT / "slurm" / "train.sbatch"
+    copy, link = submit.folder / "my own.job", submit.folder / "link"
+    shutil.copy(file, copy)
+    link.symlink_to(file)
+
+    def start(path: Path, **env: str) -> Job:
+        name = f"{path.name}{len(env)}"
+        return submit(path, "ddp_launch", "--check", sbatch=("-N1",), env=env, name=name)
+
+    lost, found, linked = start(copy), start(copy, RECIPES_ROOT=str(ROOT)), start(link)
+    assert lost.result.status == 2
+    assert f"error: no job.sh beside {copy}: export RECIPES_ROOT=" in lost.said
+    found.result.assert_ok()
+    linked.result.assert_ok()
+
+
+def test_two_runs_of_one_job_do_not_share_a_folder(submit: Submitter) -> None:
+    line = f"bash {ROOT}/slurm/train.sbatch ddp_launch --check"
+    job = submit(submit.script(f"{line} & first=$!\n{line}; echo $?; wait $first; echo $?"))
+    run = job.run.parents[1] / "ddp_launch" / job.run.name
+    job.result.assert_ok()
+    (error,) = re.findall("(?m)^error: .*$", job.said)
+    assert error.startswith(f"error: another run of job {job.job_id} writes into {run}: give each")
+    assert sorted(re.findall(r"(?m)^\d$", job.said)) == ["0", "2"]
+    assert not (run / "slurm_running").exists()
+
+
+def test_fewer_ranks_than_the_gpus_of_an_exclusive_node(submit: Submitter) -> None:
+    ways: list[tuple[list[str], list[str]]] = [
+        (["--device", "cpu"], []), (["--device=cpu"], []), ([], ["--gpus-per-node=h100:1"])
+    ]  # fmt: skip
+    jobs = [
+        submit("train", "ddp_launch", "--check", *options, name=str(number),
+               sbatch=("--exclusive", "--nodes=1", "--ntasks-per-node=1", *sbatch))
+        for number, (options, sbatch) in enumerate(ways)
+    ]  # fmt: skip
+    for job in jobs:
+        job.result.assert_ok()
+
+
 def test_an_array_on_one_node_shares_no_port(submit: Submitter) -> None:
     options = ("--epochs", "4")
     array = submit("train", "ddp_launch", *options, name="%a",
@@ -588,6 +662,25 @@ def test_an_array_over_seeds(submit: Submitter) -> None:
     jobs = [Job(submit.cluster, f"{array}_{task}", submit.folder / f"{task}.log", run)
             for task, run in enumerate(runs)]  # fmt: skip
     assert len({job.result.assert_ok().sha for job in jobs}) == 2
+
+
+def test_data_on_each_nodes_disk(submit: Submitter) -> None:
+    """The README's script, with this cluster's nodes and a folder of the test's as their disk."""
+    page = (ROOT / "slurm" / "README.md").read_text()
+    (script,) = re.findall(r"```\n(#!/bin/bash\n#SBATCH .*?)```", page, re.DOTALL)
+    script = script.replace("--gpus-per-node=4 --ntasks-per-node=4", "--ntasks-per-node=1")
+    path = submit.folder / "staged.sh"
+    path.write_text(
+        script.replace("/tmp", str(submit.folder / "disk"))
+        .replace("slurm/train.sbatch", str(ROOT / "slurm" / "train.sbatch"))
+        .replace("ddp_launch", "ddp_launch --epochs 1 --image-size 32 --global-batch-size 4")
+    )
+    flowers(submit.folder / "photos")
+    (submit.folder / "disk").mkdir()
+    shutil.make_archive(str(submit.folder / "photos"), "tar", submit.folder, "photos")
+    job = submit(path, sbatch=("--time=10",))
+    job.run = submit.folder / "all runs" / "ddp_launch" / job.run.name
+    assert job.result.assert_ok().summary["world_size"] == 2
 
 
 def test_a_shell_that_srun_opens_is_no_rank(submit: Submitter) -> None:
