@@ -1,15 +1,36 @@
-# Drops what a job has inherited from the shell that submitted it and that belongs to another launch.
-# job.sh and the jobs of submit.py read this file before they call srun, which sets what a task needs.
+# Drops what a job has from the shell that submitted it and that belongs to another launch: a rank's
+# variables (exported, or of a launcher around the shell), and those of a Slurm job or step around it
+# (srun --pty, salloc, a job that submits the next one). Read by job.sh and by the jobs of submit.py
+# before they call srun, which gives each task its own.
 # shellcheck shell=bash
-
-# Of a launcher, or of a notebook that played one: every task would take itself for that rank.
-unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK GROUP_WORLD_SIZE \
-    ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME MPI_LOCALRANKID MPI_LOCALNRANKS \
-    "${!TORCHELASTIC_@}" "${!OMPI_@}" "${!PMI_@}" "${!PMIX_@}"
-# Any other MASTER_ADDR is taken as given; the loopback cannot be the address of a job's first node.
-case ${MASTER_ADDR:-} in localhost | 127.* | ::1) unset MASTER_ADDR MASTER_PORT ;; esac
-
-# Of an interactive session (salloc, srun --pty): where its one task was bound, its memory (a step
-# without a request gets all of its job's) and its terminal, by which a task is taken for a shell.
-unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}" "${!SLURM_PTY_@}" "${!SLURM_STEP@}" \
-    SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE
+for name in RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK MPI_LOCALRANKID MPI_LOCALNRANKS \
+    RECIPES_ERRORS RECIPES_PARENT RECIPES_LISTEN_FD RECIPES_COMMAND \
+    "${!TORCHELASTIC_@}" "${!OMPI_COMM_WORLD_@}" "${!PMI_@}" "${!PMIX_@}"; do
+    [[ -z ${!name:-} ]] || echo "not used, it comes from the shell that submitted this: $name=${!name}"
+    unset "$name"
+done
+case ${MASTER_ADDR:-} in # another host on each node, and the port would be that of all jobs here
+localhost | 127.* | ::1)
+    echo "not used, it comes from the shell that submitted this: MASTER_ADDR=$MASTER_ADDR"
+    unset MASTER_ADDR MASTER_PORT
+    ;;
+esac
+unset "${!SLURM_STEP@}" "${!SLURM_PTY_@}" "${!SLURM_SRUN_@}" SLURM_LAUNCH_NODE_IPADDR
+[[ -z ${SLURM_CPU_BIND_TYPE:-} ]] || unset "${!SLURM_CPU_BIND@}" # without a type it is the user's
+[[ -z ${SLURM_MEM_BIND_TYPE:-} ]] || unset "${!SLURM_MEM_BIND@}"
+# Of what Slurm sets in some jobs only, the job's record tells what this one has.
+record=$(scontrol --oneliner show job "${SLURM_JOB_ID:-none}" 2>/dev/null | grep "^JobId=${SLURM_JOB_ID:-none} ")
+if [[ $record ]]; then
+    case $record in # the three exclude each other
+    *" MinMemoryCPU="*) unset SLURM_MEM_PER_NODE SLURM_MEM_PER_GPU ;;
+    *" MemPerTres="*) unset SLURM_MEM_PER_NODE SLURM_MEM_PER_CPU ;;
+    *" MinMemoryNode=0 "*) unset SLURM_MEM_PER_NODE SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU ;;
+    *) unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU ;;
+    esac
+    [[ $record == *[=:/]gpu[:=\ ,]* ]] ||
+        unset "${!SLURM_GPU@}" SLURM_JOB_GPUS SLURM_CPUS_PER_GPU SLURM_NTASKS_PER_GPU SLURM_TRES_PER_TASK
+    [[ $record == *" CPUs/Task=${SLURM_CPUS_PER_TASK:-} "* ]] || unset SLURM_CPUS_PER_TASK
+    [[ $record == *" NumTasks=${SLURM_NTASKS:-} "* ]] || unset SLURM_NTASKS SLURM_NPROCS
+    [[ $record == *" ArrayTaskId="* ]] || unset "${!SLURM_ARRAY_@}"
+    [[ $record != *" Restarts=0 "* ]] || unset SLURM_RESTART_COUNT
+fi

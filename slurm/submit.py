@@ -22,8 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -203,8 +202,7 @@ def submit_array(
             return []
         slurm = submitit.SlurmExecutor(folder, _MAX_TIMEOUTS, python=shlex.join(python))
         slurm.update_parameters(**parameters)
-        with _out_of_any_job():
-            return slurm.submit_array(calls)
+        return slurm.submit_array(calls)
     except submitit.core.utils.FailedJobError as error:
         raise InputError(f"sbatch refused: {str(error).strip().splitlines()[-1]}") from error
     except RuntimeError as error:  # there is no srun
@@ -267,20 +265,6 @@ def _script(folder: Path, cpus_per_task: int | None) -> dict[str, list[str]]:
             "exit $status",
         ],
     }
-
-
-@contextmanager
-def _out_of_any_job() -> Iterator[None]:
-    """Without what Slurm told the job that this process runs in: sbatch would pass it on."""
-    before = dict(os.environ)
-    if "SLURM_JOB_ID" in before:
-        for name in before:
-            if name.startswith("SLURM_") and name != "SLURM_CONF":
-                del os.environ[name]
-    try:
-        yield
-    finally:
-        os.environ.update(before)
 
 
 def folder_of(job: Job) -> Path:

@@ -197,6 +197,7 @@ LEAKED = {
     "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
     "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True",
     "OMPI_COMM_WORLD_RANK": "0", "SLURM_MEM_PER_CPU": "10", "SLURM_PTY_PORT": "1",
+    "SLURM_STEP_RESV_PORTS": "29500", "SLURM_CPU_BIND_TYPE": "mask_cpu:", "SLURM_CPU_BIND": "bad",
 }  # fmt: skip
 
 
@@ -320,7 +321,8 @@ def test_submitit_goes_on_too(
 
 
 def test_submitit_here_and_now(submit: Submitter) -> None:
-    done = submit_py(submit, "--local", "--tasks-per-node", "2", "--", "--epochs", "1")
+    asked = ("--local", "--tasks-per-node", "2")
+    done = submit_py(submit, *asked, "--", "--epochs", "1", env=LEAKED)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "world_size 2 (launcher: recipes)" in done.stdout
     (run,) = (submit.folder / "ddp_launch").glob("local-*")
