@@ -180,6 +180,7 @@ def submit_array(
             here = submitit.LocalExecutor(folder, python=shlex.join(python))
             here.update_parameters(timeout_min=time, gpus_per_node=gpus_per_node)
             return here.submit_array(calls)
+        requeue = {} if "no_requeue" in sbatch else {"requeue": True}
         parameters: dict[str, Any] = {
             "job_name": recipe,
             "nodes": nodes,
@@ -190,9 +191,7 @@ def submit_array(
             "signal_delay_s": warning,
             "stderr_to_stdout": True,
             "wckey": None,  # by default it is submitit's name, which some sites refuse
-            "additional_parameters": sbatch
-            if "no_requeue" in sbatch
-            else {"requeue": True} | sbatch,
+            "additional_parameters": {**requeue, **sbatch},
             **_script(folder, cpus_per_task),
         }
         if dry_run:
