@@ -722,6 +722,8 @@ def test_a_held_job_outlives_ctrl_c_and_says_that_its_repository_was_moved(
     follower = submit.cluster.start(
         sys.executable, repository / "slurm" / "submit.py", "ddp_launch", "--runs", submit.folder,
         "--slurm", "hold", "--follow", cwd=submit.folder,
+        # Where the tests run in a shell's background, they and what they start are deaf to it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     wait_for(lambda: list(submit.folder.glob("ddp_launch/submitit/*_submitted.pkl")))
     time.sleep(1)  # between submission and following
