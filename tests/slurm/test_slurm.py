@@ -728,7 +728,10 @@ def test_a_held_job_outlives_ctrl_c_and_says_that_its_repository_was_moved(
     wait_for(lambda: list(submit.folder.glob("ddp_launch/submitit/*_submitted.pkl")))
     time.sleep(1)  # between submission and following
     follower.send_signal(signal.SIGINT)
-    said, errors = follower.communicate(timeout=20)
+    try:
+        said, errors = follower.communicate(timeout=20)
+    finally:
+        follower.kill()
     (job,) = submitted(submit, said)
     assert follower.returncode == 130, errors
     assert said.endswith(f"goes on. To see more of it: tail -F {job.log}; "
