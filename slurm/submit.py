@@ -1,20 +1,28 @@
 """Submit a recipe to Slurm from Python, through submitit: a rank a task, one a GPU.
 
-    python slurm/submit.py ddp_launch --nodes 2 --gpus-per-node 4 --time 60 -- --epochs 3
-    python slurm/submit.py ddp_launch --local --tasks-per-node 2 -- --epochs 3
+    from slurm.submit import submit
+    job = submit("ddp_launch", ["--epochs", 3], nodes=2, gpus_per_node=4, partition="gpu")
+    print(job.task(0).result()["val_accuracy"])
 
-What follows `--` goes to the recipe, and is checked before anything is queued. Use it where jobs
-are made by a program (sweeps); `sbatch slurm/train.sbatch` is simpler by hand. A stopped job is
-requeued by submitit's own checkpointing and goes on from the run's snapshots.
+    python slurm/submit.py ddp_launch --nodes 2 --gpus-per-node 4 --partition gpu -- --epochs 3
+    python slurm/submit.py ddp_launch --local --ntasks-per-node 2 -- --epochs 3
+
+The recipe's options are checked before anything is queued. Use it where jobs are made by a program
+(sweeps); `sbatch slurm/train.sbatch` is simpler by hand. A stopped job is requeued by submitit's
+own checkpointing and goes on from the run's snapshots.
 """
 
 import argparse
+import inspect
+import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -28,12 +36,16 @@ from submitit.helpers import DelayedSubmission
 from submitit.slurm.slurm import _make_sbatch_string
 
 from common.errors import STATUS_BAD_INPUT, STATUS_STOPPED, InputError
+from common.launch import end_process
+from recipes import __main__ as front_door
 from recipes import cli
-from recipes.__main__ import recipes
 
 MAX_RESTARTS = 3
 """How often in a row a job may start anew without a new snapshot."""
 _MAX_TIMEOUTS = 10**6  # submitit's own limit would end a long run after so many time limits
+
+Job = submitit.Job[dict[str, Any]]
+"""submitit's: `task(0).result()` waits for what `Train` returns, and raises if the job failed."""
 
 
 @dataclass
@@ -47,17 +59,17 @@ class Train:
     restarts_from: list[str] = field(default_factory=list)
     """The newest snapshot at each restart."""
 
-    def __call__(self) -> None:
-        """Run the recipe as one rank; ends the process with its status unless that is 0."""
-        sys.path.insert(0, str(ROOT))  # this object was pickled by value, its modules were not
-        from common.launch import end_process
-        from recipes.__main__ import main
+    def __call__(self) -> dict[str, Any]:
+        """Run the recipe as one rank; ends the process with its status unless that is 0.
 
+        Returns:
+            On rank 0 what is in the run's summary.json, on the others nothing.
+        """
         command = [self.recipe, *self.options, "--output-dir", str(self.folder)]
         os.environ["RECIPES_COMMAND"] = shlex.join(["python", "-m", "recipes", *command])
         sys.argv = ["recipes", *command]
         submitits = signal.getsignal(signal.SIGUSR2)
-        status = main()
+        status = front_door.main()
         if status == STATUS_STOPPED and self._is_running():
             # All ranks have saved. Now the signal goes to submitit, which requeues on rank 0.
             signal.signal(signal.SIGUSR2, submitits)
@@ -72,6 +84,10 @@ class Train:
             time.sleep(60)  # not rank 0: the requeue ends this task
         if status:
             end_process(status)
+        summary = self.folder / "summary.json"
+        if submitit.JobEnvironment().global_rank or not summary.exists():
+            return {}
+        return dict(json.loads(summary.read_text()))
 
     def checkpoint(self) -> DelayedSubmission | None:
         """What the requeued job calls; None, and so no requeue, where restarts lead nowhere."""
@@ -97,140 +113,166 @@ class Train:
         ).stdout  # fmt: skip
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}. --help lists the options; those of the recipe go after a --")
+def submit(recipe: str, options: Sequence[object] = (), **asked: Any) -> Job:
+    """Submit one job; `submit_array` says what may be asked for, and what is raised."""
+    return submit_array(recipe, [options], **asked)[0]
 
 
-def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This file's options, and the recipe's."""
-    here, options = arguments, []
-    if "--" in arguments:
-        at = arguments.index("--")
-        here, options = arguments[:at], arguments[at + 1 :]
-    parser = _Parser(
-        prog="python slurm/submit.py",
-        usage="%(prog)s RECIPE [options] -- [options of the recipe]",
-        description=(__doc__ or "").partition("\n")[0],
-        allow_abbrev=False,
-    )
-    parser.add_argument("recipe", choices=recipes(), metavar="RECIPE", help=", ".join(recipes()))
-    add = parser.add_argument
-    add("--nodes", type=int, default=1, help="hosts (default 1)")
-    add("--gpus-per-node", type=int, default=0, metavar="N", help="(default 0: train on CPUs)")
-    add("--tasks-per-node", "--ntasks-per-node", type=int, metavar="N",
-        help="ranks a node (default: one a GPU)")  # fmt: skip
-    add("--cpus-per-task", type=int, metavar="N", help="cores a rank, its loading processes' too")
-    add("--mem", help="memory a node, as Slurm writes it: 32G")
-    add("--time", type=int, default=60, metavar="MIN", help="time limit [minutes] (default 60)")
-    add("--warning", type=int, default=120, metavar="S",
-        help="how long before the limit ranks save and stop [s] (default 120)")  # fmt: skip
-    for name in ("partition", "account", "qos", "constraint"):
-        add(f"--{name}", help="as of sbatch")
-    add("--slurm", action="append", default=[], metavar="NAME=VALUE",
-        help="any other option of sbatch, like exclude=n7; may come several times")  # fmt: skip
-    add("--runs", type=Path, default=ROOT / "runs", help="folder of all runs, seen by every node")
-    add("--local", action="store_true", help="run here and now, without Slurm")
-    add("--dry-run", action="store_true", help="print the sbatch file and submit nothing")
-    add("--follow", action="store_true", help="show rank 0's log until the job ends")
-    return parser.parse_args(here), options
+def submit_array(
+    recipe: str,
+    options: Sequence[Sequence[object]],
+    *,
+    nodes: int = 1,
+    gpus_per_node: int = 0,
+    ntasks_per_node: int | None = None,
+    cpus_per_task: int | None = None,
+    time: int = 60,
+    warning: int = 120,
+    runs: str | Path | None = None,
+    local: bool = False,
+    dry_run: bool = False,
+    **sbatch: str | int | bool,
+) -> list[Job]:
+    """Submit jobs that differ only in the recipe's options: one, or an array.
 
+    Args:
+        recipe: its name.
+        options: of the recipe; for each job a list of words, or a string as typed in a shell.
+        nodes: hosts per job (default 1).
+        gpus_per_node: GPUs on each host (default 0: train on CPUs).
+        ntasks_per_node: ranks on each host (default: one per GPU).
+        cpus_per_task: cores per rank, its loading processes included (default: the site's).
+        time: limit [minutes] (default 60).
+        warning: how long before the limit the ranks save and stop [s] (default 120).
+        runs: folder of all runs, which every node sees (default: $RUNS, or the repository's runs).
+        local: run the one job here and now, without Slurm.
+        dry_run: print the sbatch file, and submit nothing.
+        sbatch: its other options, such as partition="gpu", mem="32G", exclusive=True.
 
-def slurm_parameters(args: argparse.Namespace, tasks_per_node: int, folder: Path) -> dict[str, Any]:
-    """Of the sbatch file, under submitit's names."""
-    if wrong := [text for text in args.slurm if "=" not in text]:
-        raise InputError(f"--slurm takes NAME=VALUE, got {wrong[0]!r}")
-    # As in train.sbatch: how long the peers of a rank that has ended may take [s], and srun takes
-    # no --cpus-per-task from sbatch since 22.05.
-    srun_args = ["--wait=20", "--kill-on-bad-exit=0"]
-    if args.cpus_per_task:
-        srun_args.append(f"--cpus-per-task={args.cpus_per_task}")
-    parameters = {
-        "job_name": args.recipe,
-        "nodes": args.nodes,
-        "ntasks_per_node": tasks_per_node,
-        "gpus_per_node": args.gpus_per_node or None,
-        "cpus_per_task": args.cpus_per_task,
-        "mem": args.mem,
-        "time": args.time,
-        "signal_delay_s": args.warning,
-        "partition": args.partition,
-        "account": args.account,
-        "qos": args.qos,
-        "constraint": args.constraint,
-        "stderr_to_stdout": True,
-        "srun_args": srun_args,
-        "setup": [
-            "export SLURM_EXPORT_ENV=ALL",
-            f"export RECIPES_STOP_MARK={shlex.quote(str(folder))}/$SLURM_JOB_ID.stopped_early",
-            'rm -f "$RECIPES_STOP_MARK"',
-        ],
-        # A rank that leaves before it trains never comes to submitit's handler.
-        "teardown": [
-            "status=$?",
-            '[ ! -e "$RECIPES_STOP_MARK" ] || scontrol requeue incomplete "$SLURM_JOB_ID"',
-            "exit $status",
-        ],
-        "additional_parameters": {
-            "requeue": True,
-            **dict(text.split("=", 1) for text in args.slurm),
-        },
-    }
-    return {name: value for name, value in parameters.items() if value is not None}
-
-
-def submit(arguments: list[str]) -> int:
-    """Check, submit, and where asked wait; returns the exit status.
+    Returns:
+        The jobs, in the order of `options`.
 
     Raises:
         InputError: what cannot work, before anything is queued.
     """
-    args, options = parse(arguments)
-    launched = recipes()[args.recipe][1]
-    one_a_gpu = launched in ("ranks", "spawn")
-    tasks_per_node = args.tasks_per_node or (max(1, args.gpus_per_node) if one_a_gpu else 1)
-    if args.gpus_per_node and one_a_gpu and tasks_per_node != args.gpus_per_node:
-        raise InputError(f"--tasks-per-node {tasks_per_node} but --gpus-per-node "
-                         f"{args.gpus_per_node}: one rank a GPU is needed")  # fmt: skip
-    config_class = import_module(f"recipes.{args.recipe}.train").Config
-    _, config = cli.parse(args.recipe, config_class, options)
-    from common.record import flatten  # after torch is known to be needed
-
-    kind = "local" if args.local else "slurm"
-    given = flatten(config)["output_dir"]
-    output_dir = given or str(args.runs.resolve() / args.recipe / f"{kind}-%j")
-    folder = args.runs.resolve() / args.recipe / "submitit"
-    if args.local:
-        if args.nodes > 1:
-            raise InputError("--local is this machine: --nodes 1")
-        executor: Any = submitit.LocalExecutor(folder)
-        executor.update_parameters(timeout_min=args.time, gpus_per_node=args.gpus_per_node)
-        if one_a_gpu:
-            options = ["--nproc", str(tasks_per_node), *options]
-        args.follow = True
-    else:
-        parameters = slurm_parameters(args, tasks_per_node, folder)
-        if args.dry_run:
-            command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit "
-            print(_make_sbatch_string(command + shlex.quote(str(folder)), folder, **parameters))
-            return 0
-        try:
-            executor = submitit.SlurmExecutor(folder, max_num_timeout=_MAX_TIMEOUTS)
-        except RuntimeError as error:  # there is no srun
-            raise InputError(f"{error} --local runs here, --dry-run shows the job") from error
-        executor.update_parameters(**parameters)
+    known = front_door.recipes()
+    if recipe not in known:
+        raise InputError(f"no recipe {recipe!r}: there are {', '.join(known)}")
+    if "array" in sbatch:
+        raise InputError("array: its tasks would all do the same. Give each its own options: "
+                         "-- OPTIONS -- OPTIONS, or submit_array in Python")  # fmt: skip
+    if local and (nodes > 1 or len(options) > 1):
+        raise InputError("--local is one job on this machine: --nodes 1, and one -- OPTIONS")
+    one_a_gpu = known[recipe][1] in ("ranks", "spawn")
+    tasks = ntasks_per_node or (max(1, gpus_per_node) if one_a_gpu else 1)
+    if gpus_per_node and one_a_gpu and tasks != gpus_per_node:
+        raise InputError(f"--ntasks-per-node {tasks} but --gpus-per-node {gpus_per_node}: one rank "
+                         "a GPU is needed")  # fmt: skip
+    own = Path(runs or os.environ.get("RUNS") or ROOT / "runs").resolve() / recipe
+    calls = _check(recipe, options, str(own / f"{'local' if local else 'slurm'}-%j"))
+    folder = own / "submitit"
+    python = [sys.executable, "-P"]  # -P: a common.py of the user's folder is not ours
     try:
-        job = executor.submit(Train(args.recipe, options, output_dir))
+        if local:
+            if one_a_gpu:
+                calls[0].options[:0] = ["--nproc", str(tasks)]
+            python = ["bash", "-c", "\n".join([*_set_up(), 'exec "$@"']), "bash", *python]
+            here = submitit.LocalExecutor(folder, python=shlex.join(python))
+            here.update_parameters(timeout_min=time, gpus_per_node=gpus_per_node)
+            return here.submit_array(calls)
+        requeue = {} if "no_requeue" in sbatch else {"requeue": True}
+        parameters: dict[str, Any] = {
+            "job_name": recipe,
+            "nodes": nodes,
+            "ntasks_per_node": tasks,
+            "gpus_per_node": gpus_per_node or None,
+            "cpus_per_task": cpus_per_task,
+            "time": time,
+            "signal_delay_s": warning,
+            "stderr_to_stdout": True,
+            "wckey": None,  # by default it is submitit's name, which some sites refuse
+            "additional_parameters": {**requeue, **sbatch},
+            **_script(folder, cpus_per_task),
+        }
+        if dry_run:
+            command = f"{shlex.join(python)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
+            count = len(calls) if len(calls) > 1 else None
+            print(_make_sbatch_string(command, folder, map_count=count, **parameters))
+            return []
+        slurm = submitit.SlurmExecutor(folder, _MAX_TIMEOUTS, python=shlex.join(python))
+        slurm.update_parameters(**parameters)
+        return slurm.submit_array(calls)
     except submitit.core.utils.FailedJobError as error:
         raise InputError(f"sbatch refused: {str(error).strip().splitlines()[-1]}") from error
+    except RuntimeError as error:  # there is no srun
+        raise InputError(f"{error} --local runs here, --dry-run shows the job") from error
     except OSError as error:
         raise InputError(f"--runs cannot be written: {error}") from error
-    print(f"job {job.job_id}\n  results  {output_dir.replace('%j', job.job_id)}\n"
-          f"  log      {job.paths.stdout}", flush=True)  # fmt: skip
-    return follow(job) if args.follow else 0
 
 
-def follow(job: "submitit.Job[None]") -> int:
+def _check(recipe: str, options: Sequence[Sequence[object]], output_dir: str) -> list[Train]:
+    """What each job calls, once its options are known to be good."""
+    config_class = import_module(f"recipes.{recipe}.train").Config
+    from common.record import flatten  # after torch is known to be needed
+
+    calls = []
+    for given in options:
+        words = shlex.split(given) if isinstance(given, str) else [str(word) for word in given]
+        _, config = cli.parse(recipe, config_class, words)
+        calls.append(Train(recipe, words, flatten(config)["output_dir"] or output_dir))
+    fixed = [call.output_dir for call in calls if "%j" not in call.output_dir]
+    if len(fixed) > len(set(fixed)):
+        raise InputError(f"the jobs of an array would share --output-dir {fixed[0]}: a %j in it "
+                         "becomes the job's id")  # fmt: skip
+    return calls
+
+
+def _set_up() -> list[str]:
+    """What the shell of every job does first, as lines of it."""
+    python, clean, root = (
+        shlex.quote(str(path)) for path in (sys.executable, ROOT / "slurm" / "clean_env.sh", ROOT)
+    )
+    return [
+        f"for file in {python} {clean}; do",
+        '    [ -r "$file" ] || { echo "error: $HOSTNAME sees no $file, which this job was submitted'
+        ' with: moved? Submit it again from where it is now" >&2; exit 2; }',
+        "done",
+        f". {clean}",
+        f"export PYTHONPATH={root}${{PYTHONPATH:+:$PYTHONPATH}}",
+    ]
+
+
+def _script(folder: Path, cpus_per_task: int | None) -> dict[str, list[str]]:
+    """The lines of the sbatch file around the recipe, under submitit's names."""
+    # As in train.sbatch: how long the peers of a rank that has ended may take [s], and srun takes
+    # no --cpus-per-task from sbatch since 22.05.
+    cores = [f"--cpus-per-task={cpus_per_task}"] if cpus_per_task else []
+    return {
+        "srun_args": ["--wait=20", "--kill-on-bad-exit=0", *cores],
+        "setup": [
+            *_set_up(),
+            "export SLURM_EXPORT_ENV=ALL",
+            f"export RECIPES_STOP_MARK={shlex.quote(str(folder))}/$SLURM_JOB_ID.stopped_early",
+            'rm -f "$RECIPES_STOP_MARK"',
+        ],
+        # A rank that leaves before it trains never comes to submitit's handler. The raw id of an
+        # array's last task is that of the whole array.
+        "teardown": [
+            "status=$?",
+            "job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
+            '[ ! -e "$RECIPES_STOP_MARK" ] || scontrol requeue incomplete "${job:-$SLURM_JOB_ID}"',
+            "exit $status",
+        ],
+    }
+
+
+def folder_of(job: Job) -> Path:
+    """The folder of a job's run."""
+    train: Any = job.submission().function
+    return Path(train.output_dir.replace("%j", job.job_id))
+
+
+def follow(job: Job) -> int:
     """Show a job's log as it grows, through requeues, until the job has ended.
 
     Returns:
@@ -260,13 +302,74 @@ def follow(job: "submitit.Job[None]") -> int:
     return 0 if finished else 1
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}. --help lists the options; those of the recipe go after a --")
+
+
+def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[list[str]]]:
+    """This file's options, under `submit_array`'s names, and for each job the recipe's."""
+    words: list[list[str]] = [[]]
+    for word in arguments:
+        if word == "--":
+            words.append([])
+        else:
+            words[-1].append(word)
+    parser = _Parser(
+        prog="python slurm/submit.py",
+        usage="%(prog)s RECIPE [options] [-- options of the recipe] [-- those of a second job ...]",
+        description=(__doc__ or "").partition("\n")[0],
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help=", ".join(front_door.recipes()))
+    # The rest are submit_array's own keywords, with what its docstring says of each.
+    about = dict(re.findall(r"(?m)^        (\w+): (.+)\.$", submit_array.__doc__ or ""))
+    known = inspect.signature(submit_array).parameters
+    for name in (name for name, keyword in known.items() if keyword.kind == keyword.KEYWORD_ONLY):
+        flag = f"--{name.replace('_', '-')}"
+        if known[name].annotation is bool:
+            parser.add_argument(flag, action="store_true", help=about[name])
+        else:
+            kind = int if known[name].annotation in (int, int | None) else str
+            parser.add_argument(flag, type=kind, metavar="X", help=about[name])
+    parser.add_argument(
+        "--tasks-per-node", dest="ntasks_per_node", type=int, help=argparse.SUPPRESS
+    )
+    for name in ("mem", "partition", "account", "qos", "constraint"):
+        parser.add_argument(f"--{name}", metavar="X", help="as of sbatch")
+    parser.add_argument("--slurm", action="append", metavar="NAME[=X]",
+                        help="any other option of sbatch; may come several times")  # fmt: skip
+    parser.add_argument("--follow", action="store_true", help="show rank 0's log until the end")
+    asked = vars(parser.parse_args(words[0]))
+    for text in asked.pop("slurm", []):
+        name, given, value = text.partition("=")
+        if name.replace("-", "_") in known:
+            raise InputError(f"--slurm {text}: give --{name} itself")
+        asked[name.replace("-", "_")] = value if given else True
+    return asked, words[1:] or [[]]
+
+
 def main() -> int:
     """Run from a command line; returns the exit status."""
     try:
-        return submit(sys.argv[1:])
+        asked, options = parse(sys.argv[1:])
+        following = asked.pop("follow", False) or "local" in asked
+        jobs = submit_array(asked.pop("recipe"), options, **asked)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return STATUS_BAD_INPUT
+    for job in jobs:
+        print(f"job {job.job_id}\n  results  {folder_of(job)}\n  log      {job.paths.stdout}",
+              flush=True)  # fmt: skip
+    try:
+        return max(map(follow, jobs), default=0) if following else 0
+    except KeyboardInterrupt:
+        for job in jobs:
+            log = shlex.quote(str(job.paths.stdout))
+            more = f"goes on. To see more of it: tail -F {log}; to end it: scancel {job.job_id}"
+            print(f"\njob {job.job_id} {'was ended by this' if 'local' in asked else more}")
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -199,22 +200,33 @@ def submit_py(
     )  # fmt: skip
 
 
-def submitted(submit: Submitter, said: str) -> Job:
-    job_id, run, log = re.findall(r"(?m)^(?:job|  results|  log) +(.+)$", said)[:3]
-    return Job(submit.cluster, job_id, Path(log), Path(run))
+def submitted(submit: Submitter, said: str) -> list[Job]:
+    found = re.findall(r"(?m)^job (.+)\n  results  (.+)\n  log      (.+)$", said)
+    return [Job(submit.cluster, job_id, Path(log), Path(run)) for job_id, run, log in found]
+
+
+# What a notebook's cell and an interactive session leave in the shell that submits.
+LEAKED = {
+    "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "OMPI_COMM_WORLD_RANK": "0", "SLURM_MEM_PER_CPU": "10", "SLURM_PTY_PORT": "1",
+    "SLURM_STEP_RESV_PORTS": "29500", "SLURM_CPU_BIND_TYPE": "mask_cpu:", "SLURM_CPU_BIND": "bad",
+}  # fmt: skip
 
 
 def test_submitit(submit: Submitter, reference: Result) -> None:
-    done = submit_py(submit, *TWO_BY_TWO[:2], "--tasks-per-node", "2", "--follow", "--", *OPTIONS)
+    asked = (*TWO_BY_TWO[:2], "--tasks-per-node", "2", "--mem", "1000")
+    done = submit_py(submit, *asked, "--follow", "--", *OPTIONS, env=LEAKED)
     assert done.returncode == 0, done.stdout + done.stderr
-    job = submitted(submit, done.stdout)
+    (job,) = submitted(submit, done.stdout)
     assert job.result.assert_ok().sha == reference.sha
     assert "world_size 4 (launcher: slurm)" in done.stdout
     assert done.stdout.endswith(f"job {job.job_id} finished\n")
     # --dry-run shows the file that is submitted, and Slurm accepts it.
-    dry = submit_py(submit, *TWO_BY_TWO[:2], "--tasks-per-node", "2", "--dry-run", "--", *OPTIONS)
+    dry = submit_py(submit, *asked, "--dry-run", "--", *OPTIONS)
     (file,) = (submit.folder / "ddp_launch" / "submitit").glob("*_submission.sh")
     assert dry.stdout.strip() == file.read_text().strip()
+    assert "wckey" not in dry.stdout
     submit.cluster.run("sbatch", "--test-only", file)
 
 
@@ -316,14 +328,15 @@ def test_submitit_goes_on_too(
     done = submit_py(submit, *ONE_EACH, "--slurm=nodelist=n[1-2]",
                      "--", *OPTIONS, env=submit.patch(STEP_S="0.03"))  # fmt: skip
     assert done.returncode == 0, done.stderr
-    job = submitted(submit, done.stdout)
+    (job,) = submitted(submit, done.stdout)
     went = interrupt(job, how, pair)
     assert went.repeated_steps <= (EVERY if how is power_cut else 0)
     assert ("Calling checkpoint method" in job.said) == (how is signal_tasks)
 
 
 def test_submitit_here_and_now(submit: Submitter) -> None:
-    done = submit_py(submit, "--local", "--tasks-per-node", "2", "--", "--epochs", "1")
+    asked = ("--local", "--tasks-per-node", "2")
+    done = submit_py(submit, *asked, "--", "--epochs", "1", env=LEAKED)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "world_size 2 (launcher: recipes)" in done.stdout
     (run,) = (submit.folder / "ddp_launch").glob("local-*")
@@ -336,8 +349,10 @@ def test_submitit_here_and_now(submit: Submitter) -> None:
     [(("--nodes", "two"), "--nodes: invalid int value"), (("--no-such",), "--no-such"),
      (("--gpus-per-node=2", "--tasks-per-node=1"), "one rank a GPU is needed"),
      (("--partition=none",), "sbatch refused: "), (("--runs", "/proc/no"), "cannot be written"),
-     (("--slurm", "exclusive"), "NAME=VALUE"), (("--", "--epocs", "3"), "--epocs"),
-     (("--", "--lr", "-1"), "--lr must be positive")],
+     (("--local", "--runs", "/proc/no"), "cannot be written"), (("--", "--epocs", "3"), "--epocs"),
+     (("--slurm", "array=0-3"), "-- OPTIONS -- OPTIONS"), (("--slurm", "time=1"), "give --time"),
+     (("--", "--lr", "-1"), "--lr must be positive"),
+     (("--", "--output-dir=x", "--", "--output-dir=x"), "would share --output-dir x")],
 )  # fmt: skip
 def test_wrong_at_submission(submit: Submitter, options: tuple[str, ...], expected: str) -> None:
     done = submit_py(submit, *options)
@@ -355,8 +370,9 @@ def test_a_signal_before_training_starts_the_job_again(
 ) -> None:
     options = ("ddp_launch", *OPTIONS)
     if how == "submitit":
-        done = submit_py(submit, *TWO_BY_TWO, "--", *OPTIONS)
-        job = submitted(submit, done.stdout)
+        # The last task of an array: its raw id is that of the whole array.
+        done = submit_py(submit, *TWO_BY_TWO, "--", "--epochs", "1", "--", *OPTIONS)
+        other, job = submitted(submit, done.stdout)
     else:
         job = submit(how.split(",")[0], *options)
     wait_for(lambda: job.info["JobState"] == "RUNNING", every_s=0.1)
@@ -369,6 +385,9 @@ def test_a_signal_before_training_starts_the_job_again(
     assert job.result.assert_ok().sha == reference.sha, job.said
     assert job.info["Restarts"] == "1", job.said
     assert job.result.summary["resumed_from"] is None
+    if how == "submitit":
+        assert other.ended()["Restarts"] == "0"
+        other.result.assert_ok()
 
 
 def test_torchrun_starts_a_killed_rank_again(submit: Submitter, pair: Result) -> None:
@@ -851,3 +870,59 @@ def test_the_command_line_of_pyxis(submit: Submitter, file: str) -> None:
     assert "--container-image=registry#recipes:1" in words
     assert f"--container-mounts={job.run}:{job.run}" in words
     assert words[words.index("--no-container-entrypoint") + 1 :][:2] == ["python", "-P"]
+
+
+def test_a_job_that_submits_a_sweep_from_python(submit: Submitter) -> None:
+    """The README's sweep as it is written, then one job, from within a job of another shape."""
+    (sweep,) = re.findall(r"(?s)```python\n(.+?)```", (ROOT / "slurm" / "README.md").read_text())
+    (submit.folder / "sweep.py").write_text(sweep)
+    (submit.folder / "common").mkdir()  # not the repository's
+    (submit.folder / "common" / "__init__.py").touch()
+    one = f"{ROOT}/slurm/submit.py ddp_launch --ntasks-per-node 2 --follow -- --epochs 1"
+    script = submit.script(f"PYTHONPATH={ROOT} {sys.executable} sweep.py\n"
+                           f"{sys.executable} {one}")  # fmt: skip
+    driver = submit(script, env={"RUNS": str(submit.folder), **LEAKED},
+                    sbatch=("--array=7", "--gpus-per-node=1", "--mem=100"))  # fmt: skip
+    assert driver.ended(200)["ExitCode"] == "0:0", driver.said
+    runs = sorted((submit.folder / "ddp_launch").glob("slurm-*"))
+    told = dict(re.findall(r"(?m)^(\d+_\d) (0\.\d+)$", driver.said))
+    assert len(told) == 3
+    assert [run.name for run in runs[:3]] == [f"slurm-{job_id}" for job_id in told]
+    for run in runs:
+        summary = json.loads((run / "summary.json").read_text())
+        assert summary["world_size"] == 2
+        assert told.get(run.name[6:]) in (str(summary["val_accuracy"]), None)
+    assert len(runs) == 4
+
+
+def test_a_held_job_outlives_ctrl_c_and_says_that_its_repository_was_moved(
+    submit: Submitter,
+) -> None:
+    repository = submit.folder / "a repository"
+    for name in ("common", "recipes", "slurm"):
+        shutil.copytree(ROOT / name, repository / name)
+    follower = submit.cluster.start(
+        sys.executable, repository / "slurm" / "submit.py", "ddp_launch", "--runs", submit.folder,
+        "--slurm", "hold", "--follow", cwd=submit.folder,
+        # Where the tests run in a shell's background, they and what they start are deaf to it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    wait_for(lambda: list(submit.folder.glob("ddp_launch/submitit/*_submitted.pkl")))
+    time.sleep(1)  # between submission and following
+    follower.send_signal(signal.SIGINT)
+    try:
+        said, errors = follower.communicate(timeout=20)
+    finally:
+        follower.kill()
+    (job,) = submitted(submit, said)
+    assert follower.returncode == 130, errors
+    assert said.endswith(f"goes on. To see more of it: tail -F {job.log}; "
+                         f"to end it: scancel {job.job_id}\n")  # fmt: skip
+    assert "Traceback" not in errors
+    assert job.info["JobState"] == "PENDING"
+    repository.rename(submit.folder / "moved")
+    submit.cluster.run("scontrol", "release", job.job_id)
+    assert job.ended()["ExitCode"] == "2:0"
+    assert re.search(
+        r"(?m)^error: n\d sees no .*/a repository/slurm/clean_env.sh, .*moved\?", job.said
+    )
