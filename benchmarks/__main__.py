@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from common import cli
 from common.errors import InputError
-from common.manifest import describe_machine
-from common.record import write_json
-from recipes import bench, cli
+from common.files import write_json
+from common.run.manifest import describe_machine
+from tools import bench
 
 HERE = Path(__file__).parent
 PARTS = ("step", "input", "snapshots", "network")

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.measure import synchronize
-from common.models import ModelOptions, build_model
+from common.group.devices import synchronize
 from common.seeds import mixed_precision, seed_everything
+from common.training.models import ModelOptions, build_model
 
 PUBLISHED = 3079.0
 """[images/s] 1x H200, AMP, NCHW, batch 2560, PyTorch 2.3: lambdal/deeplearning-benchmark."""
@@ -193,7 +193,7 @@ def least_time(setting: Setting, device: torch.device, side: int) -> dict[str, A
 def evaluation_s(device: torch.device, side: int, count: int) -> dict[str, float]:
     """Seconds in which ResNet-34 classifies `count` images, by the size of a batch.
 
-    32 is what `common.stream.eval_batch_size` takes for small data sets, for the sake of many
+    32 is what `common.data.stream.eval_batch_size` takes for small data sets, for the sake of many
     ranks; 256 is what one GPU alone would take.
     """
     model = build_model(ModelOptions(model="resnet34", stem="large"), 3, 5, side).to(device).eval()

@@ -16,12 +16,14 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-from common.comparison import in_turn, run_fresh, spread
-from common.data import IMAGENET_MEAN, IMAGENET_STD, DataOptions, load_data, make_loaders
+from common.data.datasets import IMAGENET_MEAN, IMAGENET_STD, DataOptions, load_data
+from common.data.loaders import make_loaders
 from common.figure import save_figure
-from common.group import process_group
-from common.launch import keep_freed_memory
-from common.ranks import Ranks
+from common.group.meet import process_group
+from common.launch.fresh import run_fresh
+from common.launch.process import keep_freed_memory
+from common.launch.ranks import Ranks
+from tools.comparison import in_turn, spread
 
 PHOTOS, BATCH_SIZE, WORKERS, EPOCHS = 480, 32, 2, 3
 VARIANTS = {

@@ -27,8 +27,9 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 from torchvision.models import resnet18
 
-from common.comparison import in_turn, run_fresh, run_recipe, spread
 from common.figure import save_figure
+from common.launch.fresh import run_fresh
+from tools.comparison import in_turn, run_recipe, spread
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
 from benchmarks.turns import Case, Way, run_both
-from common.comparison import run_recipe, spread
-from common.data import DataOptions
-from common.ddp import average_in_bf16
+from common.data.datasets import DataOptions
 from common.figure import save_figure
-from common.models import ModelOptions, build_model
-from common.ranks import Ranks
-from common.record import progress_bar
+from common.launch.ranks import Ranks
+from common.run.logs import progress_bar
+from common.training.ddp import average_in_bf16
+from common.training.models import ModelOptions, build_model
 from tests.test_two_hosts import ADDRESSES, two_hosts
+from tools.comparison import run_recipe, spread
 
 
 def one_number(

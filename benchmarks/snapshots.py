@@ -7,9 +7,9 @@ from typing import Any
 
 from benchmarks.input import write_photos
 from benchmarks.peers.measure import run_stamped
-from common.comparison import spread
 from common.figure import save_figure
-from common.record import mebibytes
+from common.files import mebibytes
+from tools.comparison import spread
 
 WINDOW = 20
 """Steps: one snapshot in so many."""

@@ -8,12 +8,13 @@ from typing import Any
 
 from benchmarks.peers.measure import run_stamped
 from benchmarks.turns import Case, Way, run_both
-from common.comparison import spread
-from common.data import DataOptions
+from common.data.datasets import DataOptions
 from common.figure import save_figure
-from common.models import ModelOptions
-from common.ranks import Ranks
-from common.record import progress_bar, read_metrics
+from common.launch.ranks import Ranks
+from common.run.folder import read_metrics
+from common.run.logs import progress_bar
+from common.training.models import ModelOptions
+from tools.comparison import spread
 
 DEFAULT = "the default (fp32)"
 WAYS = {

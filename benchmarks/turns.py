@@ -25,17 +25,19 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from common.comparison import fresh_environment
-from common.data import DataOptions, load_data, make_loaders
-from common.ddp import micro_batches, warm_up
+from common.data.batches import DeviceBatches
+from common.data.datasets import DataOptions, load_data
+from common.data.loaders import make_loaders
+from common.data.stream import GlobalBatches
 from common.errors import TrainingError
-from common.group import gather, process_group
-from common.launch import end_process, run_rank
-from common.models import ModelOptions, prepare_model, trained_as
-from common.prefetch import DeviceBatches
-from common.ranks import Ranks, resolve
+from common.group.collectives import gather
+from common.group.meet import process_group
+from common.launch.fresh import fresh_environment
+from common.launch.process import end_process, run_rank
+from common.launch.ranks import Ranks, resolve
 from common.seeds import mixed_precision, seed_everything
-from common.stream import GlobalBatches
+from common.training.ddp import micro_batches, warm_up
+from common.training.models import ModelOptions, prepare_model, trained_as
 
 Hook = Callable[[dist.ProcessGroup | None, dist.GradBucket], torch.futures.Future[Tensor]]
 
@@ -91,10 +93,10 @@ def take_turns(case: Case, rounds: int, ranks: Ranks) -> dict[str, list[float]]:
         for name, way in case.ways.items():
             seed_everything(0)
             options = dataclasses.replace(case.model, **way.model)
+            model = trained_as(options, prepare_model(options, *data.shape))
             ddp = DistributedDataParallel(
-                trained_as(options, prepare_model(options, data)), bucket_cap_mb=way.bucket_mb,
-                gradient_as_bucket_view=True,
-            )  # fmt: skip
+                model, bucket_cap_mb=way.bucket_mb, gradient_as_bucket_view=True
+            )
             if way.hook:
                 ddp.register_comm_hook(None, way.hook)
             # Else rank 0 sends what BatchNorm has counted, and the other waits for it.

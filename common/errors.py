@@ -15,7 +15,7 @@ class InputError(ValueError):
     """The user's input cannot work; says what was needed, what was found and the fix.
 
     Raised before training starts and by every rank alike: what one rank alone finds is shared by
-    `common.group.refuse_together` until the group is there, and then by `common.group.agreed`.
+    `refuse_together` until the group is there, and then by `agreed` (both in `common.group`).
     """
 
     agreed: bool | None = None
@@ -33,3 +33,9 @@ class PeerError(TrainingError):
 
 class StopRequested(Exception):
     """A signal asked the run to stop, and its state is saved."""
+
+
+def multiples_near(number: int, divisor: int) -> str:
+    """The multiples of `divisor` around `number`, for a message."""
+    below = number - number % divisor
+    return " or ".join(str(size) for size in (below, below + divisor) if size)

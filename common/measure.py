@@ -10,14 +10,8 @@ from pathlib import Path
 
 import torch
 
-from common.group import gather
-
-
-def synchronize(*devices: torch.device) -> None:
-    """Wait until the devices have done all they were given, before the clock is read."""
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+from common.group.collectives import gather
+from common.group.devices import synchronize
 
 
 class Throughput:

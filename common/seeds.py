@@ -2,29 +2,28 @@
 
 import os
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from common.record import RunOptions
 
-
-def set_determinism(options: "RunOptions") -> None:
+def set_determinism(
+    *, deterministic: bool = True, cpu_threads: int = 1, tf32: bool = False
+) -> None:
     """Choose the kernels and thread counts that decide a result's bits; call before any CUDA work.
 
     Args:
-        options: `deterministic` uses deterministic kernels only, and raises where an operation has
-            none; `cpu_threads` because sums on a CPU are cut by thread, so that it is an option
-            and never the machine's number of cores; `tf32`.
+        deterministic: use deterministic kernels only, and raise where an operation has none.
+        cpu_threads: of an operation on a CPU. Sums are cut by thread, so this is an option and
+            never the machine's number of cores.
+        tf32: let a GPU round the factors of fp32 products to 10 bits of mantissa.
 
     Source: PyTorch, "Reproducibility" and "Numerical accuracy".
     """
-    torch.set_num_threads(options.cpu_threads)
-    torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = options.tf32
-    deterministic = options.deterministic
+    torch.set_num_threads(cpu_threads)
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # What use_deterministic_algorithms does, which imports the compiler besides.

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from common.stack import (
+from common.launch.stack import (
     differences,
     locked_versions,
     mapped_libraries,

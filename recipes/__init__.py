@@ -4,7 +4,7 @@ import gc
 import os
 
 # What is imported at the start is no garbage, and looking for it among a million objects takes a
-# fifth of the start. `common.loop` goes back to Python's own threshold when training begins.
+# fifth of the start. `common.run.loop` goes back to Python's own threshold when training begins.
 gc.set_threshold(100_000, 10, 10)
 
 # Before torch is imported: it warns of every connection from a host without a reverse name.

@@ -6,10 +6,10 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+from common import cli
 from common.errors import InputError
-from common.launch import die_with_parent, end_process, stop_at_once
-from common.stack import check_environment
-from recipes import cli
+from common.launch.process import die_with_parent, end_process, stop_at_once
+from common.launch.stack import check_environment
 
 
 def recipes() -> dict[str, tuple[str, str]]:
@@ -41,7 +41,7 @@ def main() -> int:
         print(f"  {'reproduce RUN':<20} run a recorded run again: did it come out the same?")
         return 0
     if name in ("reproduce", "doctor"):
-        return int(import_module(f"recipes.{name}").main(arguments))
+        return int(import_module(f"tools.{name}").main(arguments))
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"

@@ -35,10 +35,10 @@ import submitit
 from submitit.helpers import DelayedSubmission
 from submitit.slurm.slurm import _make_sbatch_string
 
+from common import cli
 from common.errors import STATUS_BAD_INPUT, STATUS_STOPPED, InputError
-from common.launch import end_process
+from common.launch.process import end_process
 from recipes import __main__ as front_door
-from recipes import cli
 
 MAX_RESTARTS = 3
 """How often in a row a job may start anew without a new snapshot."""
@@ -213,7 +213,7 @@ def submit_array(
 def _check(recipe: str, options: Sequence[Sequence[object]], output_dir: str) -> list[Train]:
     """What each job calls, once its options are known to be good."""
     config_class = import_module(f"recipes.{recipe}.train").Config
-    from common.record import flatten  # after torch is known to be needed
+    from common.run.options import flatten
 
     calls = []
     for given in options:

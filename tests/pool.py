@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
-from common.group import process_group
-from common.launch import listen
-from common.ranks import Ranks
+from common.group.meet import process_group
+from common.launch.port import listen
+from common.launch.ranks import Ranks
 
 PATIENCE_S = 120
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.models import ModelOptions, build_model
+from common.training.models import ModelOptions, build_model
 from tests.conftest import Recipe
 from tests.pool import Pool, call_main
 from tests.test_data import faulty_folder, flowers

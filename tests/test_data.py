@@ -21,13 +21,22 @@ from sklearn.datasets import load_sample_images
 from torch import nn
 from torchvision import transforms as v1
 
-from common import image_folder, loader_tuning
-from common.data import IMAGENET_MEAN, IMAGENET_STD, Data, DataOptions, _digits, load_data, shifted
+from common.data import image_folder
+from common.data import workers as loader_tuning
+from common.data.batches import DeviceBatches
+from common.data.datasets import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Data,
+    DataOptions,
+    _digits,
+    load_data,
+    shifted,
+)
+from common.data.stream import Samples
+from common.data.workers import cores_per_rank, default_num_workers
 from common.errors import InputError, TrainingError
-from common.loader_tuning import cores_per_rank, default_num_workers
-from common.prefetch import DeviceBatches
-from common.ranks import Ranks
-from common.stream import Samples
+from common.launch.ranks import Ranks
 from tests.pool import Pool, in_group
 
 

@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.ranks import Ranks
-from recipes import doctor
-from recipes.doctor import Finding, Where
+from common.launch.ranks import Ranks
 from tests.conftest import (
     OLD_DRIVER,
     OTHER_NCCL,
@@ -25,6 +23,8 @@ from tests.conftest import (
     need_root,
     small_disk,
 )
+from tools import doctor
+from tools.doctor import Finding, Where
 
 
 def run(recipe: Recipe, *words: str, env: dict[str, str] | None = None) -> tuple[int, str]:

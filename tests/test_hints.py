@@ -2,7 +2,7 @@
 
 import pytest
 
-from common import hints
+from common.launch import hints
 
 # As torch 2.15, gloo, NCCL and the kernel say it.
 MESSAGES = {

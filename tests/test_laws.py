@@ -17,19 +17,22 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from common.data import DataOptions, load_data, make_loaders
-from common.ddp import ParallelOptions, average_in_bf16, micro_batches, warm_up
+from common.data.datasets import DataOptions, load_data
+from common.data.loaders import make_loaders
+from common.data.stream import GlobalBatches
 from common.errors import InputError, PeerError, StopRequested, TrainingError
-from common.evaluate import Evaluation, evaluate
-from common.group import _refuse_unlike_devices, agreed
-from common.models import ModelOptions, build_model
-from common.optim import OptimizerOptions
-from common.ranks import Ranks
-from common.record import RunOptions, weights_sha256
+from common.files import weights_sha256
+from common.group.collectives import agreed
+from common.group.meet import _refuse_unlike_devices
+from common.launch.ranks import Ranks
+from common.run.options import RunOptions
+from common.run.snapshot_files import read
+from common.run.stop import StopAgreement
 from common.seeds import rng_state, seed_everything, set_rng_state
-from common.snapshot import read
-from common.stop import StopAgreement
-from common.stream import GlobalBatches
+from common.training.ddp import ParallelOptions, average_in_bf16, micro_batches, warm_up
+from common.training.evaluate import Evaluation, evaluate
+from common.training.models import ModelOptions, build_model
+from common.training.optimizer import OptimizerOptions
 from recipes.ddp_launch.train import Config, train
 from tests.conftest import Result
 from tests.pool import Pool, in_group

@@ -10,7 +10,8 @@ from torch import nn
 from torchvision import models
 
 from common.errors import InputError
-from common.models import (
+from common.seeds import mixed_precision
+from common.training.models import (
     ModelOptions,
     build_model,
     freeze_all_but_last,
@@ -18,7 +19,6 @@ from common.models import (
     load_matching,
     set_train_mode,
 )
-from common.seeds import mixed_precision
 from recipes.dp_resnet50.train import Autocast
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from common.ranks import Ranks
+from common.launch.ranks import Ranks
 from recipes.check_network import train as check
 from tests.conftest import Recipe
 from tests.pool import Pool, in_group

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from common.optim import OptimizerOptions
+from common.training.optimizer import OptimizerOptions
 
 
 def test_lr_is_not_multiplied_by_anything() -> None:

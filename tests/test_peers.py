@@ -22,12 +22,13 @@ from benchmarks.peers.task import (
     make_model,
     make_optimizer,
 )
+from common import cli
 from common.errors import STATUS_FAILED, TrainingError
-from common.optim import OptimizerOptions
-from common.ranks import Ranks
-from recipes import bench, cli
+from common.launch.ranks import Ranks
+from common.training.optimizer import OptimizerOptions
 from tests.conftest import ROOT, Recipe
 from tests.pool import Pool, in_group
+from tools import bench
 
 
 def stamps(steps_per_epoch: int, snapshot_after: int, boundary_s: float) -> list[float]:

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InputError
-from common.group import choose_backend, choose_device
-from common.ranks import Ranks, expand_tasks_per_node, first_host, resolve
+from common.group.devices import choose_backend, choose_device
+from common.launch.ranks import Ranks, expand_tasks_per_node, first_host, resolve
 
 TORCHRUN = {
     "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4",
@@ -59,7 +59,7 @@ def test_torch_distributed_launch_without_use_env_passes_an_argument() -> None:
 @pytest.fixture(autouse=True)
 def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a task's, wherever these tests are started."""
-    monkeypatch.setattr("common.ranks._has_terminal", lambda: False)
+    monkeypatch.setattr("common.launch.ranks._has_terminal", lambda: False)
 
 
 def test_a_shell_in_a_step_is_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_a_shell_in_a_step_is_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
            "SLURM_STEP_TASKS_PER_NODE": "1"}  # fmt: skip
     for env in (one, {**one, "SLURM_PTY_PORT": "43211"}):
         assert resolve(env).launcher == "slurm"
-    monkeypatch.setattr("common.ranks._has_terminal", lambda: True)
+    monkeypatch.setattr("common.launch.ranks._has_terminal", lambda: True)
     for env in (one, {**one, "SLURM_PTY_PORT": "43211"}, SLURM):
         assert resolve(env) == Ranks()
     assert numbers(resolve({**SLURM, "SLURM_PTY_PORT": "43211"})) == (3, 1, 4, 2)  # srun --pty -n4

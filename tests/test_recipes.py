@@ -16,13 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from common.data.stream import Key, Samples
+from common.data.workers import done, recommend, samples_per_s
 from common.errors import InputError
-from common.group import choose_devices
-from common.loader_tuning import done, recommend, samples_per_s
-from common.models import ModelOptions, build_model, load_matching
-from common.ranks import Ranks
-from common.record import RunOptions, weights_sha256
-from common.stream import Key, Samples
+from common.files import weights_sha256
+from common.group.devices import choose_devices
+from common.launch.ranks import Ranks
+from common.run.options import RunOptions
+from common.training.models import ModelOptions, build_model, load_matching
 from recipes.checkpoint_rnn import train as rnn
 from recipes.checkpoint_rnn.plan import search
 from recipes.dp_resnet50 import train as dp_resnet50

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from common.errors import InputError
-from recipes import reproduce
 from tests.conftest import ROOT, Recipe, Result, need
+from tools import reproduce
 
 OPTIONS = ("--nproc", "1", "--epochs", "3", "--log-every", "5")
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from common import snapshot
 from common.errors import InputError, PeerError, TrainingError
-from common.ranks import Ranks
-from common.snapshot import TrainingState
+from common.launch.ranks import Ranks
+from common.run import snapshot, snapshot_files
+from common.run.snapshot import TrainingState
 from tests.conftest import small_disk, wait_for
 from tests.pool import Pool, in_group
 
@@ -20,19 +20,19 @@ IDENTITY = {"recipe": "test", "lr": 0.1}
 
 
 def content(step: int, **changes: Any) -> dict[str, Any]:
-    return {"format": snapshot.FORMAT, "identity": IDENTITY, "step": step, **changes}
+    return {"format": snapshot_files.FORMAT, "identity": IDENTITY, "step": step, **changes}
 
 
 def found(folder: Path, resume: str | Path = "auto", **identity: Any) -> Any:
     """What `find` gives to a run of one rank."""
     expected = {**IDENTITY, **identity}
-    return in_group(Ranks(), lambda ranks: snapshot.find(resume, folder, expected))
+    return in_group(Ranks(), lambda ranks: snapshot_files.find(resume, folder, expected))
 
 
 def test_the_newest_is_found(tmp_path: Path) -> None:
     assert found(tmp_path) is None
     for step in (5, 40, 7):
-        snapshot.write(tmp_path, step, content(step))
+        snapshot_files.write(tmp_path, step, content(step))
     assert found(tmp_path)["step"] == 40
     assert not list(tmp_path.glob("*.tmp"))
 
@@ -42,8 +42,8 @@ def test_an_unsound_one_is_named_and_the_one_before_is_taken(
     tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot.log, "propagate", True)
-    snapshot.write(tmp_path, 1, content(1))
-    newest = snapshot.write(tmp_path, 2, content(2))
+    snapshot_files.write(tmp_path, 1, content(1))
+    newest = snapshot_files.write(tmp_path, 2, content(2))
     data = bytearray(newest.read_bytes())
     if fault == "altered":
         data[len(data) // 2] ^= 1
@@ -51,40 +51,40 @@ def test_an_unsound_one_is_named_and_the_one_before_is_taken(
     assert found(tmp_path)["step"] == 1
     assert newest.name in caplog.text
     assert newest.with_suffix(".unsound").exists(), "the evidence stays, and counts no more"
-    assert [path.name[5:13] for path in snapshot.list_snapshots(tmp_path)] == ["00000001"]
+    assert [path.name[5:13] for path in snapshot_files.list_snapshots(tmp_path)] == ["00000001"]
 
 
 def test_only_unsound_ones_never_means_from_scratch(tmp_path: Path) -> None:
-    snapshot.write(tmp_path, 1, content(1)).write_bytes(b"")
+    snapshot_files.write(tmp_path, 1, content(1)).write_bytes(b"")
     for _ in range(2):
         with pytest.raises(InputError, match="none of the 1 snapshots"):
             found(tmp_path)
 
 
 def test_a_leftover_of_a_killed_write_is_no_snapshot(tmp_path: Path) -> None:
-    snapshot.write(tmp_path, 1, content(1))
+    snapshot_files.write(tmp_path, 1, content(1))
     (tmp_path / "step_00000002.123.tmp").write_bytes(b"half")
     assert found(tmp_path)["step"] == 1
     assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_another_run_is_refused_by_name(tmp_path: Path) -> None:
-    snapshot.write(tmp_path, 1, content(1))
+    snapshot_files.write(tmp_path, 1, content(1))
     with pytest.raises(InputError, match=r"lr 0\.1 there, 0\.2 here"):
         found(tmp_path, lr=0.2)
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
-    path = snapshot.write(tmp_path / "elsewhere", 1, content(1, format=99))
+    path = snapshot_files.write(tmp_path / "elsewhere", 1, content(1, format=99))
     with pytest.raises(InputError, match="format 99"):
         found(tmp_path, resume=path)
 
 
 def test_a_named_file_starts_a_folder_that_then_goes_on_by_itself(tmp_path: Path) -> None:
-    start = snapshot.write(tmp_path / "first", 3, content(3))
+    start = snapshot_files.write(tmp_path / "first", 3, content(3))
     own = tmp_path / "second"
     assert found(own, resume=start)["step"] == 3
-    older, newest = (snapshot.write(own, step, content(step)) for step in (5, 9))
+    older, newest = (snapshot_files.write(own, step, content(step)) for step in (5, 9))
     assert found(own, resume=start)["step"] == 9, "the same command again goes on, not back"
     assert found(own, resume=newest)["step"] == 9
     with pytest.raises(InputError, match="to branch off"):
@@ -97,12 +97,12 @@ def test_every_rank_must_train_on_the_same_data(pool: Pool, tmp_path: Path) -> N
 
 
 def find_by_rank(ranks: Ranks, folder: Path) -> None:
-    snapshot.find("auto", folder, {"data_fingerprint": f"of host {ranks.rank}"})
+    snapshot_files.find("auto", folder, {"data_fingerprint": f"of host {ranks.rank}"})
 
 
 def test_never_does_not_write_over(tmp_path: Path) -> None:
     assert found(tmp_path, resume="never") is None
-    snapshot.write(tmp_path, 1, content(1))
+    snapshot_files.write(tmp_path, 1, content(1))
     with pytest.raises(InputError, match="holds snapshots"):
         found(tmp_path, resume="never")
 
@@ -117,9 +117,9 @@ def test_files_that_are_no_snapshots(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_the_last_good_one(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "256k") as disk:
-        good = snapshot.write(disk, 1, content(1))
+        good = snapshot_files.write(disk, 1, content(1))
         with pytest.raises(TrainingError, match="cannot write a snapshot"):
-            snapshot.write(disk, 2, content(2, model=torch.zeros(200_000)))
+            snapshot_files.write(disk, 2, content(2, model=torch.zeros(200_000)))
         assert list(disk.iterdir()) == [good]
         assert found(disk)["step"] == 1
 
@@ -136,7 +136,7 @@ class Harmless:
 
 def test_a_crafted_snapshot_runs_no_code(tmp_path: Path) -> None:
     trace = tmp_path / "code ran"
-    path = snapshot.write(tmp_path / "snapshots", 1, content(1, extra=Harmless(trace)))
+    path = snapshot_files.write(tmp_path / "snapshots", 1, content(1, extra=Harmless(trace)))
     torch.load(path, weights_only=False)
     assert trace.exists(), "the crafted file does what it says where it is let"
     trace.unlink()
@@ -149,7 +149,7 @@ def test_training_goes_on_while_a_snapshot_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It holds what was there when it was asked for, and only one is written at a time."""
-    go_on, began, write = threading.Event(), [], snapshot.write
+    go_on, began, write = threading.Event(), [], snapshot_files.write
 
     def slow_write(folder: Path, step: int, content: dict[str, Any]) -> Path:
         began.append(step)
@@ -170,15 +170,15 @@ def test_training_goes_on_while_a_snapshot_is_written(
             expected[state.step] = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
             if state.step == 2:
                 wait_for(lambda: began == [1])
-                assert not snapshot.list_snapshots(tmp_path), "it returned before it was written"
+                assert not snapshot_files.list_snapshots(tmp_path), "not yet written"
                 go_on.set()
             state.save(tmp_path, {}, keep=5)
         with torch.no_grad():
             model.weight.zero_()
         state.next_epoch()
         state.wait()
-        for path in snapshot.list_snapshots(tmp_path):
-            found = snapshot.read(path)
+        for path in snapshot_files.list_snapshots(tmp_path):
+            found = snapshot_files.read(path)
             weights, momenta = expected[found["step"]]
             assert found["ranks"][0]["loss_sum"].tolist() == [found["step"]] * 4
             assert torch.equal(found["model"]["weight"], weights["weight"])

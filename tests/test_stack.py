@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import loader_tuning, stack
+from common.data import workers as loader_tuning
+from common.data.stream import Samples
 from common.errors import InputError
-from common.stream import Samples
+from common.launch import stack
 from tests.conftest import ROOT, Recipe, library
 
 TABLE = stack.stacks()

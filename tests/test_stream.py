@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from common import stream
+from common.data import stream
+from common.data.stream import GlobalBatches, Samples, eval_batch_size, fixed_batches, make_loader
 from common.errors import InputError
-from common.stream import GlobalBatches, Samples, eval_batch_size, fixed_batches, make_loader
 
 worlds = st.sampled_from([1, 2, 3, 4, 6])
 

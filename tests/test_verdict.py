@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from common import hints
-from common.launch import Child, _verdict, bind
+from common.launch import hints
+from common.launch.port import bind
+from common.launch.start import Child, _verdict
 from tests.conftest import Recipe, wait_for
 
 GONE = RuntimeError("Read error [127.0.0.1]:60649: Connection reset by peer")
@@ -72,8 +73,8 @@ def test_a_store_listens_where_it_is_looked_for() -> None:
 
 RANK_WITH_A_STUCK_CHILD = """
 import multiprocessing, signal, sys, threading
-from common.launch import run_rank
-from common.ranks import Ranks
+from common.launch.process import run_rank
+from common.launch.ranks import Ranks
 
 def stuck():
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
@@ -108,8 +109,8 @@ def test_what_a_rank_forked_ends_with_it(recipe: Recipe) -> None:
 STEPS_THAT_ALLOCATE = """
 import resource
 import torch
-from common.launch import run_rank
-from common.ranks import Ranks
+from common.launch.process import run_rank
+from common.launch.ranks import Ranks
 
 def body():
     for step in range(20):

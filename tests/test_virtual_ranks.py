@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import InputError
-from common.ranks import Ranks
-from common.virtual_ranks import Tree
-from recipes import reproduce
+from common.launch.ranks import Ranks
+from common.training.virtual_ranks import Tree
 from tests.conftest import Recipe, Result, wait_for
 from tests.pool import Pool
 from tests.test_laws import run_training, training
+from tools import reproduce
 
 # BatchNorm, dropout, momentum and augmentation: all that could tell one slicing from another.
 TRICKY: dict[str, dict[str, Any]] = {

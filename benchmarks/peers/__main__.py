@@ -22,14 +22,16 @@ import numpy as np
 
 from benchmarks.peers.measure import from_stamps, instrumented, read_stamps, snapshot_step
 from benchmarks.peers.task import STEPS_PER_EPOCH, Task
-from common.comparison import median, spread
+from common import cli
 from common.errors import InputError, TrainingError
 from common.figure import save_figure
-from common.launch import end_with_parent
-from common.manifest import describe_machine
-from common.ranks import Ranks
-from common.record import mebibytes, progress_bar, write_json
-from recipes import bench, cli
+from common.files import mebibytes, write_json
+from common.launch.process import end_with_parent
+from common.launch.ranks import Ranks
+from common.run.logs import progress_bar
+from common.run.manifest import describe_machine
+from tools import bench
+from tools.comparison import median, spread
 
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- results: written by make bench-peers -->", "<!-- end of results -->"

@@ -8,8 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common.comparison import fresh_environment, run_fresh
 from common.errors import TrainingError
+from common.launch.fresh import fresh_environment, run_fresh
 
 INJECT = Path(__file__).parent / "inject"
 

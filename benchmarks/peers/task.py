@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.data import Dataset
 
-from common.data import ArraySamples, DataOptions, _open, shifted
-from common.models import ModelOptions, build_model
-from common.optim import OptimizerOptions
-from common.record import RunOptions
+from common.data.datasets import ArraySamples, DataOptions, _open, shifted
+from common.run.options import RunOptions
+from common.training.models import ModelOptions, build_model
+from common.training.optimizer import OptimizerOptions
 
 GLOBAL_BATCH_SIZE = OptimizerOptions().total_batch_size(1)
 LOG_EVERY = RunOptions().log_every

@@ -32,32 +32,22 @@ if __package__ in (None, ""):  # started as a file: the repository is not on the
 import torch
 import torch.distributed as dist
 
+from common import cli
 from common.errors import PeerError, TrainingError
-from common.group import (
-    agreed,
-    broadcast,
-    choose_device,
-    gather,
-    interface_towards,
-    process_group,
-)
-from common.launch import end_process
-from common.manifest import describe_run
-from common.measure import synchronize
-from common.ranks import Ranks
-from common.record import (
-    device_in_words,
-    flatten,
-    log,
-    mebibytes,
-    result_folder,
-    set_up_logs,
-    write_json,
-)
-from recipes import cli
+from common.files import mebibytes, write_json
+from common.group.collectives import agreed, broadcast, gather
+from common.group.devices import choose_device, synchronize
+from common.group.interfaces import interface_towards
+from common.group.meet import process_group
+from common.launch.process import end_process
+from common.launch.ranks import Ranks
+from common.run.folder import log, result_folder
+from common.run.logs import device_in_words, set_up_logs
+from common.run.manifest import describe_run
+from common.run.options import flatten
 
 NAME = "check_network"
-LAUNCHED = "ranks"  # see recipes.cli
+LAUNCHED = "ranks"  # see common.cli
 
 
 @dataclass(frozen=True)

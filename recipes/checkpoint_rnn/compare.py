@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.comparison import in_turn, median, run_recipe
+from common import cli
 from common.figure import save_figure
-from common.record import mebibytes
-from recipes import cli
+from common.files import mebibytes
 from recipes.checkpoint_rnn.train import NAME, Config
+from tools.comparison import in_turn, median, run_recipe
 
 DEFAULTS = """--length 8192 --hidden-size 256 --input-size 64 --global-batch-size 32
     --train-samples 96 --val-samples 32 --epochs 1"""

@@ -21,12 +21,14 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from common.comparison import as_arguments, run_fresh
+from common import cli
 from common.errors import InputError, TrainingError
-from common.measure import PeakMemory, synchronize
-from common.record import mebibytes, write_json
+from common.files import mebibytes, write_json
+from common.group.devices import synchronize
+from common.launch.fresh import run_fresh
+from common.measure import PeakMemory
+from common.run.options import as_arguments
 from common.seeds import seed_everything, set_determinism
-from recipes import cli
 from recipes.checkpoint_rnn.train import NAME, AddingRNN, Config, make_data, train_step
 
 log = logging.getLogger("recipes")
@@ -169,7 +171,7 @@ def main() -> None:
     """Print predictions as JSON: python -m recipes.checkpoint_rnn.plan BUDGET [options]."""
     budget, *arguments = sys.argv[1:]
     _, config = cli.parse(NAME, Config, arguments)
-    set_determinism(config.run)
+    set_determinism(**config.run.determinism)
     device = torch.device(config.run.device)
 
     def probe(segments: int) -> Any:

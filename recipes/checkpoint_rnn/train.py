@@ -37,22 +37,25 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from common.data import Data
-from common.evaluate import Evaluation
-from common.group import choose_device, process_group
-from common.launch import end_process
-from common.loop import Loop
+from common import cli
+from common.data.datasets import Data
+from common.data.stream import GlobalBatches, Samples, fixed_batches, make_loader
+from common.group.devices import choose_device
+from common.group.meet import process_group
+from common.launch.process import end_process
+from common.launch.ranks import Ranks
 from common.measure import PeakMemory
-from common.optim import OptimizerOptions
-from common.ranks import Ranks
-from common.record import Run, RunOptions, announce, log, set_up_logs
+from common.run.folder import Run, log
+from common.run.logs import announce, set_up_logs
+from common.run.loop import Loop
+from common.run.options import RunOptions
+from common.run.snapshot import Stateful
 from common.seeds import mix, seed_everything, set_determinism
-from common.snapshot import Stateful
-from common.stream import GlobalBatches, Samples, fixed_batches, make_loader
-from recipes import cli
+from common.training.evaluate import Evaluation
+from common.training.optimizer import OptimizerOptions
 
 NAME = "checkpoint_rnn"
-LAUNCHED = "one"  # see recipes.cli
+LAUNCHED = "one"  # see common.cli
 
 
 @dataclass(frozen=True)
@@ -244,7 +247,7 @@ def train(config: Config, ranks: Ranks) -> None:
     set_up_logs(ranks)
 
     # seed
-    set_determinism(config.run)
+    set_determinism(**config.run.determinism)
     seed_everything(seed)
     device = choose_device(config.run.device, ranks)
     announce(NAME, config.run, ranks, device)

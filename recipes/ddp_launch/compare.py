@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from common.comparison import in_turn, median, run_recipe, spread
 from common.figure import save_figure
-from common.record import mebibytes
+from common.files import mebibytes
+from tools.comparison import in_turn, median, run_recipe, spread
 
 PROCESSES = ("1", "2", "4", "8")
 MODELS = {

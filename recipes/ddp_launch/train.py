@@ -25,29 +25,33 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from common.data import DataOptions, load_data, make_loaders
-from common.ddp import (
+from common import cli
+from common.data.datasets import DataOptions, load_data
+from common.data.loaders import make_loaders
+from common.group.devices import choose_device
+from common.group.meet import process_group
+from common.launch.process import end_process
+from common.launch.ranks import Ranks
+from common.run.folder import Run
+from common.run.logs import announce, set_up_logs
+from common.run.loop import Loop
+from common.run.options import RunOptions
+from common.run.snapshot import Stateful
+from common.seeds import mixed_precision, seed_everything, set_determinism
+from common.training.ddp import (
     ParallelOptions,
     micro_batches,
     set_comm_hook,
     synchronize_batch_norm,
     warm_up,
 )
-from common.evaluate import evaluate
-from common.group import choose_device, process_group
-from common.launch import end_process
-from common.loop import Loop
-from common.models import ModelOptions, prepare_model, set_train_mode, trained_as
-from common.optim import OptimizerOptions
-from common.ranks import Ranks
-from common.record import Run, RunOptions, announce, set_up_logs
-from common.seeds import mixed_precision, seed_everything, set_determinism
-from common.snapshot import Stateful
-from common.virtual_ranks import use_virtual_ranks
-from recipes import cli
+from common.training.evaluate import evaluate
+from common.training.models import ModelOptions, prepare_model, set_train_mode, trained_as
+from common.training.optimizer import OptimizerOptions
+from common.training.virtual_ranks import use_virtual_ranks
 
 NAME = "ddp_launch"
-LAUNCHED = "ranks"  # see recipes.cli
+LAUNCHED = "ranks"  # see common.cli
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ def train(config: Config, ranks: Ranks) -> None:
     set_up_logs(ranks)
 
     # seed
-    set_determinism(config.run)
+    set_determinism(**config.run.determinism)
     seed_everything(seed)  # the same initial weights on every rank
     device = choose_device(config.run.device, ranks)
     announce(NAME, config.run, ranks, device)
@@ -85,7 +89,7 @@ def train(config: Config, ranks: Ranks) -> None:
         micro_batch_size = parallel.micro_batch_size(batches.batch_size_per_rank)
 
         # model
-        model = prepare_model(config.model, data)
+        model = prepare_model(config.model, *data.shape)
         model.to(device, dtype)
 
         # parallelise
@@ -99,7 +103,10 @@ def train(config: Config, ranks: Ranks) -> None:
         )
         set_comm_hook(ddp, parallel)
         if shards := parallel.virtual_ranks:  # the same bits on any number of processes
-            use_virtual_ranks(ddp, shards, batch_size, config.run, lambda: loop.state.step)
+            use_virtual_ranks(
+                ddp, shards, batch_size, lambda: loop.state.step,
+                seed=seed, timeout_s=config.run.timeout_s,
+            )  # fmt: skip
 
         # optimizer
         optimizer = torch.optim.SGD(

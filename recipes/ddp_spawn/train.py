@@ -27,29 +27,35 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from common.data import DataOptions, load_data, make_loaders
-from common.ddp import (
+from common import cli
+from common.data.datasets import DataOptions, load_data
+from common.data.loaders import make_loaders
+from common.group.devices import choose_device
+from common.group.meet import process_group
+from common.launch.port import listen
+from common.launch.process import end_process, run_rank
+from common.launch.ranks import Ranks
+from common.launch.start import Child, make_error_file, supervise
+from common.run.folder import Run
+from common.run.logs import announce, set_up_logs
+from common.run.loop import Loop
+from common.run.options import RunOptions
+from common.run.snapshot import Stateful
+from common.seeds import mixed_precision, seed_everything, set_determinism
+from common.training.ddp import (
     ParallelOptions,
     micro_batches,
     set_comm_hook,
     synchronize_batch_norm,
     warm_up,
 )
-from common.evaluate import evaluate
-from common.group import choose_device, process_group
-from common.launch import Child, end_process, listen, make_error_file, run_rank, supervise
-from common.loop import Loop
-from common.models import ModelOptions, prepare_model, set_train_mode, trained_as
-from common.optim import OptimizerOptions
-from common.ranks import Ranks
-from common.record import Run, RunOptions, announce, set_up_logs
-from common.seeds import mixed_precision, seed_everything, set_determinism
-from common.snapshot import Stateful
-from common.virtual_ranks import use_virtual_ranks
-from recipes import cli
+from common.training.evaluate import evaluate
+from common.training.models import ModelOptions, prepare_model, set_train_mode, trained_as
+from common.training.optimizer import OptimizerOptions
+from common.training.virtual_ranks import use_virtual_ranks
 
 NAME = "ddp_spawn"
-LAUNCHED = "spawn"  # see recipes.cli
+LAUNCHED = "spawn"  # see common.cli
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ def train(config: Config, ranks: Ranks) -> None:
     set_up_logs(ranks)
 
     # seed
-    set_determinism(config.run)
+    set_determinism(**config.run.determinism)
     seed_everything(seed)  # the same initial weights on every rank
     device = choose_device(config.run.device, ranks)
     announce(NAME, config.run, ranks, device)
@@ -87,7 +93,7 @@ def train(config: Config, ranks: Ranks) -> None:
         micro_batch_size = parallel.micro_batch_size(batches.batch_size_per_rank)
 
         # model
-        model = prepare_model(config.model, data)
+        model = prepare_model(config.model, *data.shape)
         model.to(device, dtype)
 
         # parallelise
@@ -101,7 +107,10 @@ def train(config: Config, ranks: Ranks) -> None:
         )
         set_comm_hook(ddp, parallel)
         if shards := parallel.virtual_ranks:  # the same bits on any number of processes
-            use_virtual_ranks(ddp, shards, batch_size, config.run, lambda: loop.state.step)
+            use_virtual_ranks(
+                ddp, shards, batch_size, lambda: loop.state.step,
+                seed=seed, timeout_s=config.run.timeout_s,
+            )  # fmt: skip
 
         # optimizer
         optimizer = torch.optim.SGD(

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.comparison import as_arguments, in_turn, median, run_recipe, visible_devices
+from common import cli
 from common.figure import save_figure
-from common.record import mebibytes
-from recipes import cli
+from common.files import mebibytes
+from common.run.options import as_arguments
 from recipes.dp_resnet50.train import NAME, Config, choose_devices
+from tools.comparison import in_turn, median, run_recipe, visible_devices
 
 
 def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, Any]:

@@ -30,25 +30,35 @@ if __package__ in (None, ""):  # started as a file: the repository is not on the
 import torch
 from torch import Tensor, nn
 
-from common.data import Data, DataOptions, load_data, make_loaders
-from common.ddp import warm_up
-from common.errors import InputError
-from common.evaluate import evaluate
-from common.group import choose_device, process_group
-from common.launch import end_process
-from common.loop import Loop
+from common import cli
+from common.data.datasets import Data, DataOptions, load_data
+from common.data.loaders import make_loaders
+from common.errors import InputError, multiples_near
+from common.files import mebibytes
+from common.group.devices import choose_device
+from common.group.meet import process_group
+from common.launch.process import end_process
+from common.launch.ranks import Ranks
 from common.measure import Utilization, peak_memory_bytes
-from common.models import ModelOptions, build_model, prepare_model, set_train_mode, trained_as
-from common.optim import OptimizerOptions
-from common.ranks import Ranks
-from common.record import Run, RunOptions, announce, log, mebibytes, set_up_logs
+from common.run.folder import Run, log
+from common.run.logs import announce, set_up_logs
+from common.run.loop import Loop
+from common.run.options import RunOptions
+from common.run.snapshot import Stateful
 from common.seeds import mixed_precision, seed_everything, set_determinism
-from common.snapshot import Stateful
-from common.stream import multiples_near
-from recipes import cli
+from common.training.ddp import warm_up
+from common.training.evaluate import evaluate
+from common.training.models import (
+    ModelOptions,
+    build_model,
+    prepare_model,
+    set_train_mode,
+    trained_as,
+)
+from common.training.optimizer import OptimizerOptions
 
 NAME = "dp_resnet50"
-LAUNCHED = "one"  # see recipes.cli
+LAUNCHED = "one"  # see common.cli
 
 
 @dataclass(frozen=True)
@@ -134,7 +144,7 @@ def train(config: Config, ranks: Ranks) -> None:
     set_up_logs(ranks)
 
     # seed
-    set_determinism(config.run)
+    set_determinism(**config.run.determinism)
     seed_everything(seed)
     devices = choose_devices(config)
     device = devices[0]
@@ -165,7 +175,7 @@ def train(config: Config, ranks: Ranks) -> None:
         run.resolve(num_workers=loader.num_workers)
 
         # model
-        model = prepare_model(config.model, data)
+        model = prepare_model(config.model, *data.shape)
         model.to(device, dtype)
 
         # parallelise

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.comparison import in_turn, median, run_recipe
+from common import cli
 from common.figure import save_figure
-from common.group import choose_devices
-from recipes import cli
+from common.group.devices import choose_devices
 from recipes.dp_scratch.lesson import LESSON_EPOCHS, plot_lesson
 from recipes.dp_scratch.train import NAME, Config
+from tools.comparison import in_turn, median, run_recipe
 
 
 def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, Any]:

@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 
-from common.data import Data, make_loaders
-from common.evaluate import evaluate
+from common.data.datasets import Data
+from common.data.loaders import make_loaders
 from common.figure import save_figure
-from common.ranks import Ranks
-from common.record import log, progress_bar, write_json
+from common.files import write_json
+from common.launch.ranks import Ranks
+from common.run.folder import log
+from common.run.logs import progress_bar
 from common.seeds import mixed_precision, seed_everything
+from common.training.evaluate import evaluate
 from recipes.dp_scratch.train import Config, Replicas, initialize, train_step
 
 LESSON_EPOCHS = 6

@@ -30,21 +30,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from common.data import DataOptions, load_data, make_loaders
+from common import cli
+from common.data.datasets import DataOptions, load_data
+from common.data.loaders import make_loaders
 from common.errors import InputError
-from common.evaluate import evaluate
-from common.group import choose_devices, process_group
-from common.launch import end_process
-from common.loop import Loop
-from common.optim import OptimizerOptions
-from common.ranks import Ranks
-from common.record import Run, RunOptions, announce, log, set_up_logs
+from common.group.devices import choose_devices
+from common.group.meet import process_group
+from common.launch.process import end_process
+from common.launch.ranks import Ranks
+from common.run.folder import Run, log
+from common.run.logs import announce, set_up_logs
+from common.run.loop import Loop
+from common.run.options import RunOptions
+from common.run.snapshot import Stateful
 from common.seeds import mixed_precision, seed_everything, set_determinism
-from common.snapshot import Stateful
-from recipes import cli
+from common.training.evaluate import evaluate
+from common.training.optimizer import OptimizerOptions
 
 NAME = "dp_scratch"
-LAUNCHED = "one"  # see recipes.cli
+LAUNCHED = "one"  # see common.cli
 
 
 @dataclass(frozen=True)
@@ -185,7 +189,7 @@ def train(config: Config, ranks: Ranks) -> None:
     set_up_logs(ranks)
 
     # seed
-    set_determinism(config.run)
+    set_determinism(**config.run.determinism)
     seed_everything(seed)
     devices = choose_devices(config.parallel.devices, config.run.device)
     device = devices[0]

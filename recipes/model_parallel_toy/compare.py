@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from common.comparison import in_turn, median, run_recipe
-from common.data import load_data
+from common import ROOT, cli
+from common.data.datasets import load_data
 from common.errors import TrainingError
 from common.figure import save_figure
-from common.group import choose_device, process_group
-from common.launch import ROOT
-from common.ranks import Ranks
-from recipes import cli
+from common.group.devices import choose_device
+from common.group.meet import process_group
+from common.launch.ranks import Ranks
 from recipes.model_parallel_toy.pipeline import plot_timeline
 from recipes.model_parallel_toy.train import NAME, Config, build, cut, generated_points
+from tools.comparison import in_turn, median, run_recipe
 
 DEFAULTS = """--model resnet50 --data fake --image-size 128 --global-batch-size 32
     --max-steps 6"""
@@ -84,7 +84,7 @@ def without_communication_s(given: Sequence[str], stages: int, micro_batches: in
     processes = [
         subprocess.Popen(
             [*command, str(stage), str(stages), str(micro_batches), *given],
-            stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": ROOT},
+            stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         for stage in range(stages)
     ]  # fmt: skip

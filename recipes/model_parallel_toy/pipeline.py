@@ -14,12 +14,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from common.ddp import left_as_it_was
 from common.errors import InputError
 from common.figure import save_figure
-from common.group import gather_to_rank_0
-from common.measure import synchronize
-from common.record import write_json
+from common.files import write_json
+from common.group.collectives import gather_to_rank_0
+from common.group.devices import synchronize
+from common.training.ddp import left_as_it_was
 
 
 class TimedStage(PipelineStage):

@@ -36,29 +36,28 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.data import Arrays, ArraySamples, Data, DataOptions, load_data, make_loaders
-from common.ddp import warm_up
+from common import cli
+from common.data.datasets import Arrays, ArraySamples, Data, DataOptions, load_data
+from common.data.loaders import make_loaders
 from common.errors import InputError
-from common.evaluate import evaluate
-from common.group import (
-    choose_device,
-    choose_devices,
-    gather_to_rank_0,
-    gloo_does_not_disturb,
-    process_group,
-)
-from common.launch import end_process
-from common.loop import Loop
-from common.models import ModelOptions, build_model
-from common.optim import OptimizerOptions
-from common.ranks import Ranks
-from common.record import Run, RunOptions, announce, log, set_up_logs
+from common.group.collectives import gather_to_rank_0
+from common.group.devices import choose_device, choose_devices
+from common.group.meet import gloo_does_not_disturb, process_group
+from common.launch.process import end_process
+from common.launch.ranks import Ranks
+from common.run.folder import Run, log
+from common.run.logs import announce, set_up_logs
+from common.run.loop import Loop
+from common.run.options import RunOptions
+from common.run.snapshot import Stateful
 from common.seeds import seed_everything, set_determinism
-from common.snapshot import Stateful
-from recipes import cli
+from common.training.ddp import warm_up
+from common.training.evaluate import evaluate
+from common.training.models import ModelOptions, build_model
+from common.training.optimizer import OptimizerOptions
 
 NAME = "model_parallel_toy"
-LAUNCHED = "stages"  # see recipes.cli
+LAUNCHED = "stages"  # see common.cli
 
 
 @dataclass(frozen=True)
@@ -254,7 +253,7 @@ def train(config: Config, ranks: Ranks) -> None:
     set_up_logs(ranks)
 
     # seed
-    set_determinism(config.run)
+    set_determinism(**config.run.determinism)
     seed_everything(seed)  # the same initial weights on every rank
     devices = [] if parallel.in_processes else devices_for(parallel, config.run.device)
     device = devices[-1] if devices else choose_device(config.run.device, ranks)

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from common import cli
 from common.figure import save_figure
-from common.group import choose_device, process_group
-from common.ranks import Ranks
-from recipes import cli
+from common.group.devices import choose_device
+from common.group.meet import process_group
+from common.launch.ranks import Ranks
 from recipes.tune_loader.train import NAME, Config, median_of, plot, sweep
 
 

@@ -29,34 +29,24 @@ if __package__ in (None, ""):  # started as a file: the repository is not on the
 
 import torch
 
-from common.data import DataOptions, load_data
+from common import cli
+from common.data.datasets import DataOptions, load_data
+from common.data.stream import GlobalBatches
+from common.data.workers import counts, done, most_workers, recommend, samples_per_s
 from common.figure import save_figure
-from common.group import choose_device, process_group
-from common.hints import SHARED_MEMORY_HINT
-from common.launch import end_process
-from common.loader_tuning import (
-    counts,
-    done,
-    most_workers,
-    recommend,
-    samples_per_s,
-)
-from common.manifest import describe_run
-from common.ranks import Ranks
-from common.record import (
-    device_in_words,
-    flatten,
-    log,
-    progress_bar,
-    result_folder,
-    set_up_logs,
-    write_json,
-)
-from common.stream import GlobalBatches
-from recipes import cli
+from common.files import write_json
+from common.group.devices import choose_device
+from common.group.meet import process_group
+from common.launch.hints import SHARED_MEMORY_HINT
+from common.launch.process import end_process
+from common.launch.ranks import Ranks
+from common.run.folder import log, result_folder
+from common.run.logs import device_in_words, progress_bar, set_up_logs
+from common.run.manifest import describe_run
+from common.run.options import flatten
 
 NAME = "tune_loader"
-LAUNCHED = "one"  # see recipes.cli
+LAUNCHED = "one"  # see common.cli
 
 
 @dataclass(frozen=True)

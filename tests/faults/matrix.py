@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from common.manifest import describe_machine
-from common.record import write_json
-from recipes.bench import ROOT, put_between
+from common import ROOT
+from common.files import write_json
+from common.run.manifest import describe_machine
+from tools.bench import put_between
 
 RESULT = Path(__file__).parent / "results" / "matrix.json"
 BEGIN, END = "<!-- faults: written by make faults -->", "<!-- end of faults -->"

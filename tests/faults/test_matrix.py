@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from common import snapshot
-from common.launch import ROOT
+from common import ROOT
+from common.run import snapshot_files
 from tests.conftest import Recipe, Result, need, small_disk, wait_for
 from tests.faults import matrix
 from tests.test_data import flowers
@@ -177,9 +177,9 @@ def shared_memory() -> set[Path]:
 
 def assert_intact(folder: Path) -> int:
     """The newest snapshot is whole; its step."""
-    newest = snapshot.list_snapshots(folder / "snapshots")[0]
+    newest = snapshot_files.list_snapshots(folder / "snapshots")[0]
     assert not list(folder.glob("snapshots/*.tmp"))
-    return int(snapshot.read(newest)["step"])
+    return int(snapshot_files.read(newest)["step"])
 
 
 @pytest.mark.parametrize(
@@ -306,12 +306,12 @@ def test_a_snapshot(
     command = scene.recipe.command("ddp_launch", *OPTIONS)
     cut = scene.recipe.command("ddp_launch", *OPTIONS, "--max-steps", "9")
     scene.recipe.finish(scene.recipe.start(*cut), scene.folder).assert_ok()
-    newest = snapshot.list_snapshots(scene.folder / "snapshots")[0]
+    newest = snapshot_files.list_snapshots(scene.folder / "snapshots")[0]
     data = bytearray(newest.read_bytes())
     if damage == "of a newer version":
         content = torch.load(newest, weights_only=True)
         newest.unlink()
-        snapshot.write(newest.parent, 9, {**content, "format": snapshot.FORMAT + 1})
+        snapshot_files.write(newest.parent, 9, {**content, "format": snapshot_files.FORMAT + 1})
     else:
         data[len(data) // 2] ^= 1
         newest.write_bytes(data if damage == "altered" else data[:-100])

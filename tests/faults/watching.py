@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common.ddp import warm_up
-from common.group import gather_numbers
-from common.manifest import describe_machine
-from common.models import ModelOptions, build_model
-from common.ranks import Ranks
-from common.record import RunOptions, write_json
+from common.files import write_json
+from common.group.collectives import gather_numbers
+from common.launch.ranks import Ranks
+from common.run.manifest import describe_machine
+from common.run.stop import StopAgreement
 from common.seeds import set_determinism
-from common.stop import StopAgreement
+from common.training.ddp import warm_up
+from common.training.models import ModelOptions, build_model
 from tests.pool import Pool, in_group
 
 RESULT = Path(__file__).parent / "results" / "watching.json"
@@ -30,7 +30,7 @@ PARTS, BLOCKS, STEPS = 6, 600, 5
 
 def measure(_ranks: Ranks) -> dict[str, list[float]]:
     """Seconds a step of each block, the slower rank's, with and without watching."""
-    set_determinism(RunOptions())
+    set_determinism()
     model = build_model(ModelOptions(), 1, 10, 8).train()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     images, labels = torch.randn(48, 1, 8, 8), torch.randint(10, (48,))

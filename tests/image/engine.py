@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.launch import end_with_parent
+from common.launch.process import end_with_parent
 from tests.conftest import ROOT, clean_env, need, need_root, wait_for
 
 FOLDER = ROOT / ".engine"  # kept between runs: programs, base images, build cache

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common.manifest import describe_machine
-from common.record import write_json
+from common.files import write_json
+from common.run.manifest import describe_machine
 from tests.conftest import ROOT
 from tests.image.engine import Engine
 

@@ -38,7 +38,7 @@ HARDENED = ("--user", f"{UID}:{UID}", "--cap-drop", "ALL", "--security-opt", "no
 # Python reads this before anything else: steps that leave time for `docker stop`.
 _SLOW = """\
 import time
-from common.loop import Loop
+from common.run.loop import Loop
 after_step = Loop.after_step
 def changed(self, loss):
     after_step(self, loss)

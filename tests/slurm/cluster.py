@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.launch import end_with_parent
+from common.launch.process import end_with_parent
 from tests.conftest import ROOT, clean_env, wait_for
 
 NODES = ("n1", "n2", "n3", "n4")

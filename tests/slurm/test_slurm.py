@@ -37,7 +37,7 @@ _SITECUSTOMIZE = """\
 import os, time
 rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
 if "SLURM_STEP_ID" in os.environ and ("FAIL_AT" in os.environ or "STEP_S" in os.environ):
-    from common.loop import Loop
+    from common.run.loop import Loop
     after_step = Loop.after_step
     def changed(self, loss):
         after_step(self, loss)
@@ -52,8 +52,8 @@ if os.environ.get("SLURMD_NODENAME") == os.environ.get("AHEAD", ""):
 
 _PROBE = """\
 import json, os, socket
-from common.group import choose_device
-from common.ranks import resolve
+from common.group.devices import choose_device
+from common.launch.ranks import resolve
 ranks = resolve()
 visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
 gpus = len(visible.split(",")) if visible else 0
@@ -703,7 +703,7 @@ def test_data_on_each_nodes_disk(submit: Submitter) -> None:
 
 
 def test_a_shell_that_srun_opens_is_no_rank(submit: Submitter) -> None:
-    ask = "from common.ranks import resolve; print(resolve().launcher)"
+    ask = "from common.launch.ranks import resolve; print(resolve().launcher)"
     found = []
     for options in ([], ["--pty"], ["--pty", "srun", "--overlap"]):
         command = ["srun", *options, sys.executable, "-c", ask]

@@ -1,7 +1,7 @@
 """What the fault matrix changes inside a rank; Python imports this before anything else.
 
 FAULT names what happens on rank FAULT_RANK after step FAULT_STEP, once: FAULT_MARK is a file that
-says that it has happened. Only `common.loop` is touched, when a recipe imports it.
+says that it has happened. Only `common.run.loop` is touched, when a recipe imports it.
 """
 
 import importlib.util
@@ -65,11 +65,11 @@ def patch(module: Any) -> None:
 
 
 class Finder:
-    """Patches `common.loop` when it is imported."""
+    """Patches `common.run.loop` when it is imported."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         """The module's own spec, with a loader that patches after it has loaded."""
-        if name != "common.loop":
+        if name != "common.run.loop":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

@@ -29,11 +29,9 @@ from torch.func import functional_call
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from common.errors import InputError
-from common.group import gloo_does_not_disturb, keep_until_exit
-from common.record import RunOptions
+from common.errors import InputError, multiples_near
+from common.group.meet import gloo_does_not_disturb, keep_until_exit
 from common.seeds import seed_torch
-from common.stream import multiples_near
 
 log = logging.getLogger("recipes")
 
@@ -42,8 +40,10 @@ def use_virtual_ranks(
     ddp: DistributedDataParallel,
     virtual_ranks: int,
     global_batch_size: int,
-    run: RunOptions,
     step: Callable[[], int],
+    *,
+    seed: int,
+    timeout_s: float,
 ) -> None:
     """Let `ddp` compute and add up shards, instead of each rank's slice of the batch as a whole.
 
@@ -54,9 +54,10 @@ def use_virtual_ranks(
         ddp: before its first forward pass.
         virtual_ranks: V, the number of shards.
         global_batch_size: samples over all ranks.
-        run: its seed, and how long a rank waits for another.
         step: gives the number of the optimizer step at hand: (seed, step, shard) keys what a
             shard draws, dropout for one.
+        seed: of the run.
+        timeout_s: how long a rank waits for another.
 
     Raises:
         InputError: a V that world_size does not divide, or that does not divide the batch.
@@ -75,10 +76,10 @@ def use_virtual_ranks(
             f"--virtual-ranks {virtual_ranks} does not divide the global batch of "
             f"{global_batch_size}: {sizes} samples would do"
         )
-    if not run.deterministic:
+    if not torch.are_deterministic_algorithms_enabled():
         log.warning("--virtual-ranks needs --deterministic on a GPU: its kernels decide bits too")
-    tree = Tree(virtual_ranks, timedelta(seconds=run.timeout_s))
-    ddp.module = _Shards(ddp.module, tree, run.seed, step)
+    tree = Tree(virtual_ranks, timedelta(seconds=timeout_s))
+    ddp.module = _Shards(ddp.module, tree, seed, step)
     ddp.broadcast_buffers = False  # every rank comes to the same ones
     ddp.register_comm_hook(tree, Tree.average_bucket)
 

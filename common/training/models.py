@@ -12,9 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from common.data import Data
 from common.errors import InputError
-from common.group import agreed
+from common.group.collectives import agreed
 
 log = logging.getLogger("recipes")
 
@@ -117,10 +116,10 @@ def build_model(options: ModelOptions, channels: int, classes: int, side: int = 
     return model
 
 
-def prepare_model(options: ModelOptions, data: Data) -> nn.Module:
+def prepare_model(options: ModelOptions, channels: int, classes: int, side: int) -> nn.Module:
     """`build_model`, then its weights and freezing; what fails on one rank is raised on all."""
     with agreed():
-        model = build_model(options, data.channels, len(data.class_names), data.side)
+        model = build_model(options, channels, classes, side)
         if options.weights:
             loaded, left_out = load_matching(model, options.weights)
             names = ", ".join(left_out) or "none"

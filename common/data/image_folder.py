@@ -18,8 +18,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common.errors import InputError, TrainingError
-from common.group import agreed, gather
-from common.ranks import Ranks
+from common.group.collectives import agreed, gather
+from common.launch.ranks import Ranks
 from common.seeds import mix
 
 log = logging.getLogger("recipes")

@@ -25,13 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.comparison import fresh_environment
+from common.cli import Parser, attempt
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
 from common.figure import save_figure
-from common.launch import end_with_parent
-from common.manifest import describe_machine
-from common.record import FREE, read_metrics, result_folder, write_json
-from recipes.cli import Parser, attempt
+from common.files import write_json
+from common.launch.fresh import fresh_environment
+from common.launch.process import end_with_parent
+from common.run.folder import read_metrics, result_folder
+from common.run.manifest import describe_machine
+from common.run.options import FREE
 
 # What is not the same run's affair, and what decides a number although a resume may change it.
 _OPTIONS_APART = FREE - {"global_batch_size"}

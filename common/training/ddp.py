@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from common.errors import InputError
-from common.models import has_trained_batch_norm
+from common.errors import InputError, multiples_near
 from common.seeds import rng_state, set_rng_state
-from common.stream import multiples_near
+from common.training.models import has_trained_batch_norm
 
 log = logging.getLogger("recipes")
 

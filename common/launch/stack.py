@@ -13,9 +13,10 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from common import ROOT
 from common.errors import InputError
 
-TABLE = Path(__file__).resolve().parents[1] / "docker" / "stacks.json"
+TABLE = ROOT / "docker" / "stacks.json"
 
 # What a lock calls the parts of a stack; the CUDA version is the run-time library's first two.
 _WHEELS = {

@@ -13,10 +13,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from common import ROOT
 from common.errors import STATUS_FINISHED, InputError
-from common.launch import launch, report, run_rank
-from common.ranks import Ranks, resolve
-from common.stack import check_versions
+from common.launch.process import report, run_rank
+from common.launch.ranks import Ranks, resolve
+from common.launch.stack import check_versions
+from common.launch.start import launch
 
 C = TypeVar("C")
 
@@ -146,7 +148,7 @@ def run(
         if options.compare and ranks.world_size > 1:
             raise InputError("--compare starts what it measures itself: run it as one process")
         if options.compare:
-            return _compare(name, arguments)
+            _compare(name, arguments)
         wanted = processes(config) if processes else None
         if wanted is not None:
             _refuse_other_than(wanted, name, options, ranks)
@@ -166,7 +168,7 @@ def run(
         return refuse(error, ranks)
 
     def body() -> None:
-        from common.group import refuse_together  # imports torch
+        from common.group.meet import refuse_together
 
         try:
             train(config, ranks)
@@ -181,7 +183,7 @@ def refuse(error: InputError, ranks: Ranks | None = None) -> int:
     try:
         ranks = ranks or resolve()
         if ranks.world_size > 1:
-            from common.group import refuse_together
+            from common.group.meet import refuse_together
 
             error = refuse_together(error, ranks)
     except (InputError, ImportError):  # this rank does not know its peers, or torch is broken
@@ -205,10 +207,11 @@ def _refuse_other_than(wanted: int, name: str, options: LaunchOptions, ranks: Ra
         raise InputError(f"{what} cannot be shared out over {options.nnodes} hosts alike")
 
 
-def _compare(name: str, arguments: Sequence[str]) -> int:
-    from recipes import bench
-
-    return attempt(lambda: bench.run(name, arguments))
+def _compare(name: str, arguments: Sequence[str]) -> NoReturn:
+    """Become the program that measures: nothing in this room knows it."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-P", "-m", "tools.bench", name, *arguments]
+    os.execve(command[0], command, {**os.environ, "PYTHONPATH": path})  # noqa: S606
 
 
 def attempt(body: Callable[[], int | None]) -> int:

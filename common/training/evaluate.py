@@ -7,8 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.stream import eval_batch_size
-
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -33,7 +31,7 @@ def evaluate(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> Evaluation:
-    """Evaluate the unwrapped `model` on batches dealt out by `common.stream.fixed_batches`.
+    """Evaluate the unwrapped `model` on batches dealt out by `common.data.stream.fixed_batches`.
 
     No sample is padded in, so ranks may see different numbers of batches, and one call of a DDP
     wrapper would wait for its peers: pass `ddp.module`. Buffers (BatchNorm's running statistics)
@@ -58,22 +56,22 @@ def evaluate(
     was_training = [module for module in modules if module.training]
     for module in modules:
         module.training = False
-    results = torch.zeros(
-        -(-total // eval_batch_size(total)), 3, dtype=torch.float64, device=device
-    )
-    for number, (images, labels) in enumerate(batches):
+    rows = []  # a row per batch of this rank
+    for images, labels in batches:
         logits = model(images)
         if logits is None:
             continue
         labels = labels.to(device)
         loss = nn.functional.cross_entropy(logits.double(), labels, reduction="sum")
-        correct = (logits.argmax(1) == labels).sum()
-        results[rank + number * world_size] = torch.stack(
-            [loss, correct.double(), torch.tensor(float(len(labels)), device=device)]
-        )
+        correct = (logits.argmax(1) == labels).sum().double()
+        rows.append(torch.stack([loss, correct, torch.tensor(len(labels), device=device)]))
     for module in was_training:
         module.training = True
-    results = results.cpu()
+    most = torch.tensor(len(rows))
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    results = torch.zeros(int(most) * world_size, 3, dtype=torch.float64)  # in the order of batches
+    if rows:
+        results[rank::world_size][: len(rows)] = torch.stack(rows).cpu()
     dist.all_reduce(results)  # each row is one rank's: adding the others' zeros is exact
     loss_sum, correct_sum, seen = (float(column.sum()) for column in results.T)
     assert seen == total, f"evaluated {seen:.0f} of {total} samples"

@@ -25,7 +25,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from common.errors import STOP_SIGNALS, InputError
+from common.errors import STOP_SIGNALS, InputError, multiples_near
 from common.seeds import mix
 
 Key = tuple[int, int]
@@ -87,12 +87,6 @@ class Samples(Dataset[tuple[Tensor, int]]):
             self._drawn_for, self._draws = epoch, generator.random_raw(len(self.indices))
         drawn: NDArray[np.uint64] = self._draws[[index for _, index in keys]]
         return drawn
-
-
-def multiples_near(number: int, divisor: int) -> str:
-    """The multiples of `divisor` around `number`, for a message."""
-    below = number - number % divisor
-    return " or ".join(str(size) for size in (below, below + divisor) if size)
 
 
 class GlobalBatches(Sampler[list[Key]]):

@@ -1,27 +1,24 @@
 """The process group: from ranks to a group that talks, and back to a clean end."""
 
 import datetime
-import fcntl
 import json
 import os
 import socket
-import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from common.errors import InputError, PeerError, StopRequested, TrainingError
-from common.launch import bind, report, unresolved
-from common.ranks import Ranks
-from common.stack import check_driver
-
-T = TypeVar("T")
+from common.errors import InputError, StopRequested, TrainingError
+from common.group.collectives import gather
+from common.group.devices import choose_backend
+from common.group.interfaces import choose_interface, interface_names
+from common.launch.port import bind, unresolved
+from common.launch.process import report
+from common.launch.ranks import Ranks
 
 _left: list[dist.ProcessGroup | None] = []
 
@@ -30,103 +27,6 @@ _LOOPBACK_PATIENCE_S = 20.0
 
 # A rank that cannot begin waits this long for its peers, to tell them. Less than srun's --wait.
 _REFUSAL_PATIENCE_S = 15.0
-
-
-def choose_device(device: str, ranks: Ranks, visible_gpus: int | None = None) -> torch.device:
-    """The device of this process, by local rank.
-
-    A process that sees one GPU only takes it whatever its local rank: Slurm's cgroups hide the
-    others (`--gpus-per-task`). Whether two ranks then share one is checked by `process_group`.
-
-    Args:
-        device: auto (a GPU where there is one), cpu or cuda.
-        ranks: this process's ranks.
-        visible_gpus: GPUs this process sees; counted where None.
-
-    Raises:
-        InputError: cuda without a GPU, auto without one in a Slurm job that was given some, a
-            driver too old for this torch, or more processes on this host than GPUs.
-    """
-    if device == "cpu":
-        return torch.device("cpu")
-    check_driver()
-    gpus = torch.cuda.device_count() if visible_gpus is None else visible_gpus
-    if gpus == 0:
-        if device == "auto" and slurm_gave_gpus():
-            raise InputError("Slurm gave this job GPUs, but torch sees none: check the driver "
-                             "(srun nvidia-smi) and that the environment is of a CUDA stack that "
-                             "it knows, or give --device cpu to train without")  # fmt: skip
-        if device == "auto":
-            return torch.device("cpu")
-        raise InputError("--device cuda, but this process sees no GPU: give --device cpu, or check "
-                         "the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES")  # fmt: skip
-    if gpus == 1:
-        return torch.device("cuda", 0)
-    if ranks.local_world_size > gpus:  # on every rank alike: none is left waiting for the others
-        raise InputError(
-            f"{ranks.local_world_size} processes on this host but {gpus} GPUs: start --nproc "
-            f"{gpus} or fewer, or give --device cpu (set LOCAL_WORLD_SIZE if they are on several "
-            "hosts)"
-        )
-    return torch.device("cuda", ranks.local_rank)
-
-
-def slurm_gave_gpus() -> bool:
-    """Whether this process is in a Slurm job or step with GPUs."""
-    return not {"SLURM_STEP_GPUS", "SLURM_JOB_GPUS"}.isdisjoint(os.environ)
-
-
-def choose_devices(
-    names: Sequence[str] | None, device: str, on_cpu: int = 2, visible_gpus: int | None = None
-) -> list[torch.device]:
-    """The devices that one process drives, in the order given.
-
-    Args:
-        names: like `cuda:0 cuda:1`, or `cpu cpu` to learn without a GPU; a device may come twice.
-            None: all visible GPUs, or where there is none `on_cpu` times the CPU.
-        device: auto, cpu or cuda, for where `names` is None.
-        on_cpu: how often the CPU counts.
-        visible_gpus: GPUs this process sees; counted where None.
-
-    Raises:
-        InputError: a device that is not there, GPUs and CPU mixed, cuda without a GPU, or a driver
-            too old for this torch.
-    """
-    if device != "cpu":
-        check_driver()
-    gpus = torch.cuda.device_count() if visible_gpus is None else visible_gpus
-    if names is None:
-        if choose_device(device, Ranks(), gpus).type == "cpu":
-            return [torch.device("cpu")] * on_cpu
-        return [torch.device("cuda", number) for number in range(gpus)]
-    devices = []
-    for name in names:
-        number = name.removeprefix("cuda:")
-        if name == "cpu" and device != "cuda":
-            devices.append(torch.device("cpu"))
-        elif name != number and number.isdecimal() and int(number) < gpus and device != "cpu":
-            devices.append(torch.device("cuda", int(number)))
-        else:
-            there = " ".join(["cpu", *(f"cuda:{n}" for n in range(gpus))])
-            raise InputError(
-                f"--devices {name} is not there: this process sees {there} (--device {device})"
-            )
-    if len({d.type for d in devices}) != 1:
-        raise InputError(f"--devices {' '.join(names)}: name one or more, all cpu or all cuda:N")
-    return devices
-
-
-def choose_backend(backend: str, device: torch.device) -> str:
-    """What `init_process_group` gets: small things always travel between CPUs by gloo.
-
-    Raises:
-        InputError: nccl without a GPU.
-    """
-    if device.type == "cpu":
-        if backend == "nccl":
-            raise InputError("--backend nccl needs GPUs: on a CPU use --backend gloo")
-        return "gloo"
-    return "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
 
 
 @contextmanager
@@ -139,7 +39,7 @@ def process_group(
     is left as it is: peers may be gone, and the launcher ends them.
 
     Args:
-        ranks: from `common.ranks.resolve`.
+        ranks: from `common.launch.ranks.resolve`.
         device: from `choose_device`.
         backend: auto, gloo or nccl.
         timeout_s: how long to wait for a peer, when joining and in a collective.
@@ -157,7 +57,7 @@ def process_group(
         if ranks.world_size == 1:
             store: dist.Store = dist.HashStore()
         else:
-            _choose_interface(ranks)
+            choose_interface(ranks)
             try:
                 store = _connect(ranks, timeout_s)
             except InputError as error:
@@ -324,7 +224,7 @@ def _not_met(ranks: Ranks, timeout_s: float) -> Exception:
         f"not all {ranks.world_size} ranks met at {ranks.master_addr}:{ranks.master_port} within "
         f"{timeout_s:.0f} s. Was the command started on every host? Can they reach that address "
         "and port (firewall)? Does another program listen there (give another MASTER_PORT)? Is "
-        f"the interface right? This host has {', '.join(_interfaces()) or 'lo only'}; "
+        f"the interface right? This host has {', '.join(interface_names()) or 'lo only'}; "
         "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose one."
     )
 
@@ -341,44 +241,6 @@ def _give_up(ranks: Ranks, timeout_s: float, refusal: InputError | None) -> None
     if isinstance(error, InputError):
         error.agreed = False
     os._exit(report(error, ranks))
-
-
-def _choose_interface(ranks: Ranks) -> None:
-    """Let gloo use the interface that leads to rank 0, not the one the host name resolves to.
-
-    Debian maps the host name to 127.0.1.1, and gloo would then listen where no other host can
-    reach it. NCCL looks at all interfaces by itself, so it is left alone. The user's choice wins.
-    """
-    if ranks.several_hosts and "GLOO_SOCKET_IFNAME" not in os.environ:
-        name = interface_towards(ranks.master_addr)
-        if name == "lo":  # this is rank 0's host: take the interface that leads outside
-            others = _interfaces()
-            name = others[0] if len(others) == 1 else interface_towards("192.0.2.1")
-        if name and name != "lo":
-            os.environ["GLOO_SOCKET_IFNAME"] = name
-
-
-def _interfaces() -> list[str]:
-    return [name for _, name in socket.if_nameindex() if name != "lo"]
-
-
-def interface_towards(address: str) -> str | None:
-    """Name of the local interface whose address is used to reach `address`; None if unknown."""
-    siocgifaddr = 0x8915
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # chooses a route, sends nothing
-            own = socket.inet_aton(probe.getsockname()[0])
-            for _, name in socket.if_nameindex():
-                request = struct.pack("256s", name.encode()[:15])
-                try:
-                    if fcntl.ioctl(probe.fileno(), siocgifaddr, request)[20:24] == own:
-                        return name
-                except OSError:
-                    continue  # an interface with no IPv4 address
-    except OSError:
-        pass  # an IPv6-only or unknown address: gloo's own choice stands
-    return None
 
 
 def _refuse_unlike_devices(kind: str, gpu: str, *, nccl: bool) -> None:
@@ -404,65 +266,3 @@ def _refuse_unlike_devices(kind: str, gpu: str, *, nccl: bool) -> None:
             f"{len(found)} ranks share {len(set(found))} GPUs, which NCCL refuses: start one "
             "process a GPU, or give --backend gloo to practise with several on one"
         )
-
-
-def gather(value: T) -> list[T]:
-    """Every rank's `value` in rank order, on every rank. Any object that pickles."""
-    values: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values  # type: ignore[return-value]
-
-
-def gather_to_rank_0(value: T) -> list[T]:
-    """Every rank's `value` in rank order on rank 0, an empty list elsewhere."""
-    values: list[T] | None = [value] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(value, values, dst=0)
-    return values or []
-
-
-def broadcast(value: T) -> T:
-    """Rank 0's `value` on every rank. Any object that pickles."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
-
-
-def gather_numbers(values: Tensor) -> Tensor:
-    """Every rank's numbers, as many on each, on every rank; cheaper than `gather`.
-
-    Returns:
-        (world_size, numbers) in float64 on the CPU.
-    """
-    numbers = torch.zeros(dist.get_world_size(), values.numel(), dtype=torch.float64)
-    numbers[dist.get_rank()] = values.reshape(-1)
-    dist.all_reduce(numbers)  # one rank's number and zeros in each place: exact
-    return numbers
-
-
-@contextmanager
-def agreed() -> Iterator[None]:
-    """What fails on one rank inside the block fails on every rank, with that rank's message.
-
-    For the set-up phases: without it, one rank's missing file leaves the others waiting in the
-    next collective. The block itself must not call one.
-
-    Raises:
-        InputError: on every rank, where some rank raised one.
-        PeerError: on the ranks that had no trouble, where some rank raised anything else.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:  # every failure must reach the peers before it is raised here
-        error = caught
-    found = gather(None if error is None else (isinstance(error, InputError), str(error)))
-    failed = [(rank, *entry) for rank, entry in enumerate(found) if entry is not None]
-    if not failed:
-        return
-    rank, is_input, message = failed[0]
-    if is_input:
-        where = "" if rank == 0 else f"rank {rank}: "
-        raise InputError(f"{where}{message}") from error
-    if error is not None:
-        raise error
-    raise PeerError(f"rank {rank} failed: {message}")

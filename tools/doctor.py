@@ -28,13 +28,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
-from common import stack
+from common import ROOT
+from common.cli import Parser, attempt
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
-from common.hints import SHARED_MEMORY_HINT
-from common.host import control_group_limits, cpu_quotas
-from common.launch import ROOT, end_with_parent
-from common.ranks import Ranks, resolve
-from recipes.cli import Parser, attempt
+from common.group.host import control_group_limits, cpu_quotas
+from common.launch import stack
+from common.launch.hints import SHARED_MEMORY_HINT
+from common.launch.process import end_with_parent
+from common.launch.ranks import Ranks, resolve
 
 _GIB, _MIB = 2**30, 2**20
 _TRIAL_BYTES = 32 * _MIB
@@ -81,7 +82,7 @@ def devices(where: Where) -> Iterator[Finding]:
     """GPUs, what is free on them, and whether they reach each other's memory."""
     import torch
 
-    from common.group import slurm_gave_gpus
+    from common.group.devices import slurm_gave_gpus
 
     count, nodes = torch.cuda.device_count(), len(list(Path("/dev").glob("nvidia[0-9]*")))
     visible, in_job = os.environ.get("CUDA_VISIBLE_DEVICES"), "SLURM_JOB_ID" in os.environ
@@ -150,7 +151,7 @@ def software(where: Where) -> Iterator[Finding]:
 
 def network(where: Where) -> Iterator[Finding]:
     """Interfaces and the one that would be used, names, and the port."""
-    from common.group import interface_towards
+    from common.group.interfaces import interface_towards
 
     names = [name for _, name in socket.if_nameindex()]
     towards = interface_towards(where.ranks.master_addr) if where.ranks.several_hosts else None
@@ -349,7 +350,7 @@ def examine(where: Where) -> list[Finding]:
 
 def all_reduce(nproc: int | None) -> Finding:
     """check_network over `nproc` processes, or over the ranks of this job."""
-    from common.comparison import fresh_environment
+    from common.launch.fresh import fresh_environment
 
     with tempfile.TemporaryDirectory() as folder:
         recipe = f"{ROOT}/recipes/check_network/train.py"  # found whatever PYTHONPATH says

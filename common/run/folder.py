@@ -1,17 +1,13 @@
 """The run's record: the folder that a run leaves (README.md, "What a run leaves")."""
 
-import hashlib
 import json
 import logging
-import math
 import os
-import sys
 import tempfile
 import threading
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,69 +15,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common.errors import InputError
-from common.group import agreed, broadcast, choose_backend
-from common.host import usable_cores
-from common.ranks import Ranks
-from common.snapshot import TrainingState, differences, list_snapshots, refuse_mismatch
+from common.files import mebibytes, save_weights, weights_sha256, write_json
+from common.group.collectives import agreed, broadcast
+from common.launch.ranks import Ranks
+from common.run.options import _MAY_DIFFER_BY_HOST, RunOptions, _decisive, flatten
+from common.run.snapshot import TrainingState
+from common.run.snapshot_files import differences, list_snapshots, refuse_mismatch
 
 log = logging.getLogger("recipes")
 tqdm.set_lock(threading.RLock())  # its own one is a semaphore, which a killed rank would leave
-
-_MAY_DIFFER_BY_HOST = {"output_dir", "data_path", "weights", "resume"}
-
-# Options that change where, how fast or how long a run goes, but no number in it. The data's
-# fingerprint stands for its path, and the resolved batch for the two ways to give it.
-FREE = {
-    "output_dir", "resume", "snapshot_every", "keep_snapshots", "log_every", "epoch_weights",
-    "max_steps", "num_workers", "loader", "pin_memory", "download", "verify_images", "data_path",
-    "device", "backend", "timeout_s", "global_batch_size", "batch_size_per_rank",
-    "lesson", "timeline", "memory_budget",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """Where the run goes, on what, and what it leaves."""
-
-    output_dir: Path | None = None
-    """Folder of the run. None: runs/NAME/UTC-TIME. The same folder again goes on with its run."""
-    resume: Literal["auto", "never"] | Path = "auto"
-    """auto: the newest sound snapshot in --output-dir; never: none; or a snapshot file."""
-    snapshot_every: int = 0
-    """Write a snapshot every so many steps [steps]; 0 at the end of each epoch only."""
-    keep_snapshots: int = 3
-    """How many of the newest snapshots stay [files]."""
-    log_every: int = 10
-    """Write a line of metrics every so many steps [steps]; the loss is averaged over ranks."""
-    epoch_weights: bool = False
-    """Keep the weights of each epoch in weights/."""
-    seed: int = 0
-    """Of weights, data order, augmentation and split."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes a GPU where there is one, and says which."""
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto: nccl on GPUs, gloo on CPUs. gloo lets several ranks share a GPU."""
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    """Of the arithmetic; bf16 and fp16 are mixed, fp16 with a loss scaler."""
-    deterministic: bool = True
-    """Deterministic kernels only: the same command gives the same bits."""
-    tf32: bool = False
-    """Let a GPU round the factors of fp32 products to 10 bits of mantissa: faster."""
-    cpu_threads: int = 1
-    """Threads of a CPU operation in each rank [threads]; another number gives other bits."""
-    timeout_s: float = 600.0
-    """How long a rank waits for its peers before it gives up [s]."""
-
-    def __post_init__(self) -> None:
-        """Refuse values that mean nothing."""
-        for name, minimum in (
-            ("snapshot_every", 0), ("keep_snapshots", 1), ("log_every", 1), ("seed", 0),
-            ("cpu_threads", 1), ("timeout_s", 1),
-        ):  # fmt: skip
-            if not minimum <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"--{name.replace('_', '-')} must be at least {minimum}: {getattr(self, name)}"
-                )
 
 
 class Run:
@@ -298,103 +240,9 @@ def result_folder(given: Path | None, recipe: str, kind: str) -> Path:
     return folder
 
 
-def set_up_logs(ranks: Ranks) -> None:
-    """Rank 0 talks to the person; the others write to files only (see `Run`)."""
-    log.handlers.clear()
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    if ranks.is_main:
-        log.addHandler(_Terminal())
-
-
-def announce(recipe: str, options: RunOptions, ranks: Ranks, device: torch.device) -> None:
-    """Say first how many processes train, and on what. Nothing falls back or idles in silence."""
-    backend = choose_backend(options.backend, device)
-    log.info(
-        f"{recipe}: world_size {ranks.world_size} (launcher: {ranks.launcher}), "
-        f"device {device_in_words(options.device, device)}, backend {backend}, {options.precision}"
-    )
-    busy, cores = ranks.local_world_size * options.cpu_threads, usable_cores()
-    if device.type == "cpu" and busy < cores:
-        log.info(
-            f"training computes on {busy} of {cores} CPU cores here: a larger --nproc (where the "
-            "recipe takes it) or --cpu-threads, which decides the bits, uses more"
-        )
-
-
-def device_in_words(asked: str, device: torch.device) -> str:
-    """The kind of device, and where `--device auto` found no GPU, that it did."""
-    return f"{device.type}{' (no GPU visible)' if (asked, device.type) == ('auto', 'cpu') else ''}"
-
-
-def progress_bar(
-    total: int, initial: int, ranks: Ranks, unit: str = "step", desc: str | None = None
-) -> "tqdm[Any]":
-    """A bar on rank 0's stderr; twice a minute where that is a file and no terminal."""
-    interval_s = 0.1 if sys.stderr.isatty() else 30.0
-    return tqdm(
-        total=total, initial=initial, unit=unit, desc=desc, mininterval=interval_s,
-        disable=not ranks.is_main,
-    )  # fmt: skip
-
-
-class _Terminal(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        mark = "warning: " if record.levelno >= logging.WARNING else ""
-        line = f"{mark}{record.getMessage()}"
-        if sys.stderr.isatty():
-            tqdm.write(line, file=sys.stdout)  # leaves the progress bar whole
-        else:
-            print(line, flush=True)
-
-
-def flatten(config: Any) -> dict[str, Any]:
-    """A config dataclass of option groups as one flat dict of JSON values."""
-    flat: dict[str, Any] = {}
-    for name, value in asdict(config).items():
-        flat.update(value if isinstance(value, dict) else {name: value})
-    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in flat.items()}
-    return {k: str(v) if isinstance(v, Path) else v for k, v in plain.items()}
-
-
-def _decisive(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in FREE}
-
-
-def weights_sha256(state_dict: dict[str, Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and little-endian bytes, in the state_dict's order."""
-    digest = hashlib.sha256()
-    for name, value in state_dict.items():
-        tensor = value.detach().cpu().contiguous()
-        digest.update(name.encode() + str(tensor.dtype).encode() + str(tensor.shape).encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def save_weights(weights: dict[str, Tensor], path: Path) -> None:
-    """Save a state_dict by a temporary file and a rename."""
-    path.parent.mkdir(exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    torch.save(weights, temporary)
-    temporary.rename(path)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON by a temporary file and a rename."""
-    temporary = path.with_suffix(".tmp")
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    temporary.write_text(text, encoding="utf-8")
-    temporary.rename(path)
-
-
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """What a run's folder has logged, in that order: a dict a line of metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def mebibytes(number: float) -> str:
-    """A number of bytes for a table."""
-    return f"{number / 2**20:,.0f} MiB"
 
 
 def _shown(name: str, value: Any) -> str:

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.group import broadcast, gather
-from common.host import cpu_quotas
-from common.measure import synchronize
-from common.record import mebibytes, write_json
-from common.stream import Key, Samples, make_loader
+from common.data.stream import Key, Samples, make_loader
+from common.files import mebibytes, write_json
+from common.group.collectives import broadcast, gather
+from common.group.devices import synchronize
+from common.group.host import cpu_quotas
 
 log = logging.getLogger("recipes")
 

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from common.group import gather
-from common.launch import command_line
-from common.stack import running_versions
-
-ROOT = Path(__file__).resolve().parents[1]
+from common import ROOT
+from common.group.collectives import gather
+from common.launch.process import command_line
+from common.launch.stack import running_versions
 
 # Never the whole environment: it may hold credentials.
 _ENVIRONMENT = (
@@ -42,7 +41,7 @@ def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) 
     Args:
         devices: of this rank.
         seed: of the run.
-        data_fingerprint: from `common.data.load_data`.
+        data_fingerprint: from `common.data.datasets.load_data`.
     """
     gpus = [torch.cuda.get_device_name(gpu) for gpu in devices if gpu.type == "cuda"]
     hosts = gather((socket.gethostname(), gpus))

@@ -12,19 +12,21 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from common import hints, snapshot
-from common.data import Data
+from common.data.datasets import Data
+from common.data.stream import GlobalBatches
 from common.errors import StopRequested
-from common.evaluate import Evaluation
-from common.group import gather_numbers
-from common.manifest import describe_run
+from common.group.collectives import gather_numbers
+from common.launch import hints
 from common.measure import Throughput, peak_memory_bytes
-from common.optim import OptimizerOptions
-from common.record import Run, log, progress_bar
+from common.run import snapshot, snapshot_files
+from common.run.folder import Run, log
+from common.run.logs import progress_bar
+from common.run.manifest import describe_run
+from common.run.snapshot import Stateful, TrainingState
+from common.run.stop import StopAgreement
 from common.seeds import seed_everything
-from common.snapshot import Stateful, TrainingState
-from common.stop import StopAgreement
-from common.stream import GlobalBatches
+from common.training.evaluate import Evaluation
+from common.training.optimizer import OptimizerOptions
 
 T = TypeVar("T")
 
@@ -66,7 +68,7 @@ class Loop:
             False where the folder holds the end of this very run: there is nothing to do.
         """
         run, state, seed = self.run, self.state, self.run.options.seed
-        found = snapshot.find(run.options.resume, run.snapshots, self._identity)
+        found = snapshot_files.find(run.options.resume, run.snapshots, self._identity)
         seed_everything(seed, run.ranks.rank)  # from here on each rank draws its own dropout
         if found:
             state.resume(found, seed)

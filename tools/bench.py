@@ -1,8 +1,8 @@
 """`make bench RECIPE=NAME`: a recipe's comparison, measured here, into its results/ and README.
 
-    python -m recipes.bench NAME [options]       measure, and renew results/, figure and README
-    python -m recipes.bench NAME --default-run   renew what the README says that a run printed
-    python -m recipes.bench NAME --redraw        renew figure and README from the JSON that is there
+    python -m tools.bench NAME [options]       measure, and renew results/, figure and README
+    python -m tools.bench NAME --default-run   renew what the README says that a run printed
+    python -m tools.bench NAME --redraw        renew figure and README from the JSON that is there
     python -m recipes NAME --compare [options]   measure into --output-dir, and change nothing here
 
 A recipe's compare.py has `measure(arguments, folder, rounds)`, which returns tables and what the
@@ -20,13 +20,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from common.comparison import run_fresh
+from common import ROOT, cli
 from common.errors import STATUS_FINISHED, InputError
-from common.manifest import describe_machine
-from common.record import result_folder, write_json
-from recipes import cli
+from common.files import write_json
+from common.launch.fresh import run_fresh
+from common.run.folder import result_folder
+from common.run.manifest import describe_machine
 
-ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- results: written by make bench -->", "<!-- end of results -->"
 BEGIN_RUN, END_RUN = "<!-- default run: written by make bench -->", "<!-- end of default run -->"
 
@@ -170,7 +170,8 @@ def main() -> int:
     if name in ("-h", "--help"):
         print(__doc__)
         return STATUS_FINISHED
-    return cli.attempt(lambda: renew(name, arguments))
+    do = run if "--compare" in arguments else renew
+    return cli.attempt(lambda: do(name, arguments))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,75 @@
+"""What ranks tell each other besides gradients: gather, broadcast, and agree on an error."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.errors import InputError, PeerError
+
+T = TypeVar("T")
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's `value` in rank order, on every rank. Any object that pickles."""
+    values: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values  # type: ignore[return-value]
+
+
+def gather_to_rank_0(value: T) -> list[T]:
+    """Every rank's `value` in rank order on rank 0, an empty list elsewhere."""
+    values: list[T] | None = [value] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values, dst=0)
+    return values or []
+
+
+def broadcast(value: T) -> T:
+    """Rank 0's `value` on every rank. Any object that pickles."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def gather_numbers(values: Tensor) -> Tensor:
+    """Every rank's numbers, as many on each, on every rank; cheaper than `gather`.
+
+    Returns:
+        (world_size, numbers) in float64 on the CPU.
+    """
+    numbers = torch.zeros(dist.get_world_size(), values.numel(), dtype=torch.float64)
+    numbers[dist.get_rank()] = values.reshape(-1)
+    dist.all_reduce(numbers)  # one rank's number and zeros in each place: exact
+    return numbers
+
+
+@contextmanager
+def agreed() -> Iterator[None]:
+    """What fails on one rank inside the block fails on every rank, with that rank's message.
+
+    For the set-up phases: without it, one rank's missing file leaves the others waiting in the
+    next collective. The block itself must not call one.
+
+    Raises:
+        InputError: on every rank, where some rank raised one.
+        PeerError: on the ranks that had no trouble, where some rank raised anything else.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # every failure must reach the peers before it is raised here
+        error = caught
+    found = gather(None if error is None else (isinstance(error, InputError), str(error)))
+    failed = [(rank, *entry) for rank, entry in enumerate(found) if entry is not None]
+    if not failed:
+        return
+    rank, is_input, message = failed[0]
+    if is_input:
+        where = "" if rank == 0 else f"rank {rank}: "
+        raise InputError(f"{where}{message}") from error
+    if error is not None:
+        raise error
+    raise PeerError(f"rank {rank} failed: {message}")

@@ -1,0 +1,49 @@
+"""Python programs in processes of their own, as if nobody had launched this one."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from common import ROOT
+from common.errors import InputError, TrainingError
+from common.launch.process import end_with_parent
+
+# What runs here is started by nobody but us, even where srun or torchrun started us.
+_OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "SLURM_",
+                  "OMPI_", "PMI", "RECIPES_")  # fmt: skip
+
+
+def run_fresh(
+    module: str, arguments: Sequence[str | Path], env: Mapping[str, str] | None = None
+) -> str:
+    """Run `python -m MODULE ARGUMENTS` to its end and return what it printed.
+
+    Args:
+        module: to run.
+        arguments: of its command line.
+        env: variables to set besides this process's own.
+
+    Raises:
+        InputError: it ended with status 2; its own error line.
+        TrainingError: it failed otherwise.
+    """
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", module, *map(str, arguments)], env=fresh_environment(env),
+        capture_output=True, text=True, preexec_fn=end_with_parent,
+    )  # fmt: skip
+    if done.returncode == 0:
+        return done.stdout
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    message = lines[-1].removeprefix("error: ") if lines else done.stderr[-500:]
+    kind = InputError if done.returncode == 2 else TrainingError
+    raise kind(f"{' '.join(map(str, arguments))}: {message}")
+
+
+def fresh_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment without a launcher's variables, and with the project's path."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_LAUNCHER)}
+    given = {**own, **(more or {})}
+    path = os.pathsep.join(filter(None, [str(ROOT), given.get("PYTHONPATH")]))
+    return {**given, "PYTHONPATH": path}

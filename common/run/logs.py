@@ -1,0 +1,65 @@
+"""What the person sees: rank 0's lines and progress bar."""
+
+import logging
+import sys
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from common.group.devices import choose_backend
+from common.group.host import usable_cores
+from common.launch.ranks import Ranks
+from common.run.options import RunOptions
+
+log = logging.getLogger("recipes")
+
+
+def set_up_logs(ranks: Ranks) -> None:
+    """Rank 0 talks to the person; the others write to files only (see `Run`)."""
+    log.handlers.clear()
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    if ranks.is_main:
+        log.addHandler(_Terminal())
+
+
+def announce(recipe: str, options: RunOptions, ranks: Ranks, device: torch.device) -> None:
+    """Say first how many processes train, and on what. Nothing falls back or idles in silence."""
+    backend = choose_backend(options.backend, device)
+    log.info(
+        f"{recipe}: world_size {ranks.world_size} (launcher: {ranks.launcher}), "
+        f"device {device_in_words(options.device, device)}, backend {backend}, {options.precision}"
+    )
+    busy, cores = ranks.local_world_size * options.cpu_threads, usable_cores()
+    if device.type == "cpu" and busy < cores:
+        log.info(
+            f"training computes on {busy} of {cores} CPU cores here: a larger --nproc (where the "
+            "recipe takes it) or --cpu-threads, which decides the bits, uses more"
+        )
+
+
+def device_in_words(asked: str, device: torch.device) -> str:
+    """The kind of device, and where `--device auto` found no GPU, that it did."""
+    return f"{device.type}{' (no GPU visible)' if (asked, device.type) == ('auto', 'cpu') else ''}"
+
+
+def progress_bar(
+    total: int, initial: int, ranks: Ranks, unit: str = "step", desc: str | None = None
+) -> "tqdm[Any]":
+    """A bar on rank 0's stderr; twice a minute where that is a file and no terminal."""
+    interval_s = 0.1 if sys.stderr.isatty() else 30.0
+    return tqdm(
+        total=total, initial=initial, unit=unit, desc=desc, mininterval=interval_s,
+        disable=not ranks.is_main,
+    )  # fmt: skip
+
+
+class _Terminal(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        mark = "warning: " if record.levelno >= logging.WARNING else ""
+        line = f"{mark}{record.getMessage()}"
+        if sys.stderr.isatty():
+            tqdm.write(line, file=sys.stdout)  # leaves the progress bar whole
+        else:
+            print(line, flush=True)

@@ -1,0 +1,1 @@
+"""Beside training: `doctor` and `reproduce`, and what measures and compares recipes."""

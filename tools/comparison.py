@@ -1,0 +1,67 @@
+"""Comparing alternatives fairly: each in a fresh process, in turn, the median of several rounds."""
+
+import json
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from common.launch.fresh import run_fresh
+from common.launch.ranks import Ranks
+from common.run.logs import progress_bar
+
+T = TypeVar("T")
+
+
+def run_recipe(
+    name: str,
+    arguments: Sequence[str | Path],
+    folder: Path,
+    env: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Run a recipe into `folder` by the front door; its summary, and `epoch_s` of training."""
+    run_fresh("recipes", [name, *arguments, "--output-dir", folder], env)
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    batch_size = json.loads((folder / "config.json").read_text())["global_batch_size"]
+    samples = summary["steps"] * batch_size / summary["epochs"]
+    return {**summary, "epoch_s": samples / summary["samples_per_s"]}
+
+
+def visible_devices(gpus: Sequence[str]) -> str:
+    """CUDA_VISIBLE_DEVICES for GPUs that this process numbers so."""
+    own = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = own.split(",") if own else []
+    return ",".join(names[int(gpu)] if own else gpu for gpu in gpus)
+
+
+def in_turn(
+    variants: Sequence[str], measure: Callable[[str, int], T], rounds: int
+) -> dict[str, list[T]]:
+    """Measure every variant once a round, so that what drifts on the machine meets all alike.
+
+    Args:
+        variants: their names.
+        measure: measures one of them, given its name and the number of the round.
+        rounds: how often each is measured.
+    """
+    found: dict[str, list[T]] = {name: [] for name in variants}
+    with progress_bar(rounds * len(variants), 0, Ranks(), unit="run") as bar:
+        for number in range(rounds):
+            for name in variants:
+                bar.set_postfix_str(name, refresh=False)
+                found[name].append(measure(name, number))
+                bar.update()
+    return found
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """Median (least to most), for a table."""
+    numbers = (statistics.median(values), min(values), max(values))
+    middle, least, most = (f"{number:.{digits}f}" for number in numbers)
+    return f"{middle} ({least} to {most})"
+
+
+def median(runs: Sequence[Mapping[str, Any]], key: str) -> float:
+    """Median of a number over the rounds of one variant."""
+    return float(statistics.median(run[key] for run in runs))
