@@ -3,9 +3,7 @@
 import errno
 import socket
 
-from common.errors import (
-    InputError,
-)
+from common.errors import InputError
 
 
 def bind(address: str, port: int, *, several_hosts: bool) -> socket.socket:

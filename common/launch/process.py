@@ -41,7 +41,8 @@ def command_line() -> str:
     return os.environ.get("RECIPES_COMMAND") or shlex.join(["python", *sys.orig_argv[1:]])
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Write to stderr, at once."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -135,11 +136,11 @@ def report(error: Exception, ranks: Ranks) -> int:
             with Path(errors).open("a") as file:
                 file.write(json.dumps(entry) + "\n")
         except OSError:  # the parent is gone
-            _say(f"{line}\n{trace}".rstrip())
+            say(f"{line}\n{trace}".rstrip())
     elif isinstance(error, InputError) and error.agreed and ranks.rank > 0:
         time.sleep(1)  # rank 0 speaks: mpirun and torchrun end all ranks as soon as one ends
     elif not isinstance(error, PeerError):
-        _say(f"{line}\n{trace}".rstrip())
+        say(f"{line}\n{trace}".rstrip())
     return status
 
 

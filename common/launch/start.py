@@ -22,7 +22,7 @@ from common.errors import (
     InputError,
 )
 from common.launch.port import listen
-from common.launch.process import _say, command_line
+from common.launch.process import command_line, say
 
 GRACE_S = 10.0
 """How long the other ranks may take to end by themselves after the first failure."""
@@ -200,23 +200,23 @@ def _verdict(failed: list[tuple[Child, int]], silent: dict[int, str], errors: Pa
             "and use every parameter? TORCH_DISTRIBUTED_DEBUG=DETAIL names them",
         }.get(signal.Signals(number), "")
         # Its progress bar may stand on the line.
-        _say(f"\nerror: rank {child.rank} on {host} was killed by "
+        say(f"\nerror: rank {child.rank} on {host} was killed by "
              f"{signal.Signals(number).name}{why}")  # fmt: skip
     elif first:
-        _say(f"{first['line']}\n{first['traceback']}".rstrip())
+        say(f"{first['line']}\n{first['traceback']}".rstrip())
         return int(first["status"])
     elif mute:
         child, status = mute[0]
-        _say(f"error: rank {child.rank} on {host} exited with status {status}; what it said is "
+        say(f"error: rank {child.rank} on {host} exited with status {status}; what it said is "
              "above")  # fmt: skip
         return STATUS_BAD_INPUT if status == STATUS_BAD_INPUT else STATUS_FAILED
     elif silent and (not left or (left[0]["timed_out"] and set(silent.values()) != {"waiting"})):
         rank, state = max(silent.items(), key=lambda item: item[1] != "waiting")
-        _say(f"error: rank {rank} on {host} stopped answering ({state}); the others waited "
+        say(f"error: rank {rank} on {host} stopped answering ({state}); the others waited "
              "--timeout-s for it")  # fmt: skip
     else:  # the cause is on another host, or a rank that waits for what does not come
         waited = f" (rank {', '.join(map(str, silent))} here went on waiting)" if silent else ""
-        _say(f"{left[0]['line']}{waited}\n{left[0]['traceback']}".rstrip())
+        say(f"{left[0]['line']}{waited}\n{left[0]['traceback']}".rstrip())
     return STATUS_FAILED
 
 

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from tqdm import tqdm
 
 from common.errors import InputError
 from common.files import mebibytes, save_weights, weights_sha256, write_json
 from common.group.collectives import agreed, broadcast
 from common.launch.ranks import Ranks
-from common.run.options import _MAY_DIFFER_BY_HOST, RunOptions, _decisive, flatten
+from common.run.options import MAY_DIFFER_BY_HOST, RunOptions, decisive, flatten
 from common.run.snapshot import TrainingState
 from common.run.snapshot_files import differences, list_snapshots, refuse_mismatch
 
 log = logging.getLogger("recipes")
-tqdm.set_lock(threading.RLock())  # its own one is a semaphore, which a killed rank would leave
 
 
 class Run:
@@ -45,7 +42,7 @@ class Run:
             InputError: a folder that cannot be written, or other options than rank 0's.
         """
         self._flat = flatten(config)
-        given = {k: v for k, v in self._flat.items() if k not in _MAY_DIFFER_BY_HOST}
+        given = {k: v for k, v in self._flat.items() if k not in MAY_DIFFER_BY_HOST}
         rank_0 = broadcast(given)
         with agreed():
             if detail := differences(rank_0, given):
@@ -76,7 +73,7 @@ class Run:
         """The options that must be the same for a snapshot to be of this run."""
         return {
             "recipe": self.recipe,
-            **_decisive(self._flat),
+            **decisive(self._flat),
             "total_batch_size": global_batch_size,
             "data_fingerprint": fingerprint,
         }
@@ -122,7 +119,7 @@ class Run:
                 }
                 if held.is_file() and not list_snapshots(self.snapshots):
                     theirs = json.loads(held.read_text())
-                    refuse_mismatch(_decisive(theirs), _decisive(ours), f"folder {self.folder}")
+                    refuse_mismatch(decisive(theirs), decisive(ours), f"folder {self.folder}")
                 write_json(held, ours)
                 write_json(self.folder / "manifest.json", self._continued(manifest, state.step))
                 write_json(self.folder / "class_indices.json", dict(enumerate(class_names)))

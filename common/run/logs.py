@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from common.launch.ranks import Ranks
 from common.run.options import RunOptions
 
 log = logging.getLogger("recipes")
+tqdm.set_lock(threading.RLock())  # its own one is a semaphore, which a killed rank would leave
 
 
 def set_up_logs(ranks: Ranks) -> None:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-_MAY_DIFFER_BY_HOST = {"output_dir", "data_path", "weights", "resume"}
+MAY_DIFFER_BY_HOST = {"output_dir", "data_path", "weights", "resume"}
 
 # Options that change where, how fast or how long a run goes, but no number in it. The data's
 # fingerprint stands for its path, and the resolved batch for the two ways to give it.
@@ -76,7 +76,8 @@ def flatten(config: Any) -> dict[str, Any]:
     return {k: str(v) if isinstance(v, Path) else v for k, v in plain.items()}
 
 
-def _decisive(options: dict[str, Any]) -> dict[str, Any]:
+def decisive(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that decide the numbers."""
     return {name: value for name, value in options.items() if name not in FREE}
 
 
