@@ -117,20 +117,28 @@ class GlobalBatches(Sampler[list[Key]]):
         self.samples, self.global_batch_size, self.seed = samples, global_batch_size, seed
         self.rank, self.batch_size_per_rank = rank, global_batch_size // world_size
         self.steps_per_epoch = samples // global_batch_size
-        self.epoch, self.first_batch = 0, 0
+        self.set_epoch(0)
 
-    def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
-        """Choose what the next iteration gives: the batches of `epoch` from `first_batch` on."""
+    def set_epoch(self, epoch: int, first_batch: int = 0, steps: int | None = None) -> None:
+        """Choose what the next iteration gives: batches of `epoch`, from `first_batch` on.
+
+        Args:
+            epoch: counted from 0.
+            first_batch: of the epoch; what comes before was done before a resume.
+            steps: how many batches at most. None: to the end of the epoch.
+        """
+        left = self.steps_per_epoch - first_batch
         self.epoch, self.first_batch = epoch, first_batch
+        self.last_batch = first_batch + (left if steps is None else min(left, steps))
 
     def __len__(self) -> int:
-        return self.steps_per_epoch - self.first_batch
+        return self.last_batch - self.first_batch
 
     def __iter__(self) -> Iterator[list[Key]]:
         """Lists of `batch_size_per_rank` keys."""
         generator = torch.Generator().manual_seed(mix(self.seed, self.epoch))
         order = torch.randperm(self.samples, generator=generator).tolist()
-        for batch in range(self.first_batch, self.steps_per_epoch):
+        for batch in range(self.first_batch, self.last_batch):
             start = batch * self.global_batch_size + self.rank * self.batch_size_per_rank
             yield [(self.epoch, index) for index in order[start : start + self.batch_size_per_rank]]
 

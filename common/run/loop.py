@@ -6,8 +6,8 @@ steps, on which an exact resume depends, in one place.
 
 import gc
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,8 +27,6 @@ from common.run.stop import StopAgreement
 from common.seeds import seed_everything
 from common.training.evaluate import Evaluation
 from common.training.optimizer import OptimizerOptions
-
-T = TypeVar("T")
 
 
 class Loop:
@@ -79,30 +77,18 @@ class Loop:
         run.begin(manifest, state, self.data.class_names, self.stream.global_batch_size)
         return True
 
-    def epochs(self) -> Iterator[int]:
-        """Epochs still to do, from 0; each has its `batches` and ends with `after_epoch`."""
+    def epochs(self) -> range:
+        """Listen for stop signals from now on; the epochs still to do, counted from 0."""
         gc.set_threshold(700, 10, 10)  # as it is in Python
         self._stop, self._speed = StopAgreement(), Throughput(self.run.devices)
         self._progress = progress_bar(self.last_step, self.state.step, self.run.ranks)
-        while True:
-            yield self.state.epoch
-            if self.state.step >= self.last_step:
-                break
-            if self._stop.after(self.state.step, at_once=True):
-                self._leave()
-            self.state.next_epoch()
-        self._progress.close()
+        first, end = self.state.epoch, -(-self.last_step // self.stream.steps_per_epoch)
+        return range(first, max(end, first + 1))  # an evaluation may be all that is left
 
-    def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """What is left of this epoch's batches; after the last one the state is saved."""
-        self.stream.set_epoch(self.state.epoch, first_batch=self.state.batch)
-        # Nothing is left of an epoch whose snapshot was written before its evaluation.
-        for batch in loader if self.state.step < self.last_step else ():
-            yield batch
-            if self.state.step == self.last_step:
-                break
-        self._save()
-        self._speed.pause()
+    @property
+    def steps_left(self) -> int:
+        """Optimizer steps until the run's last one."""
+        return max(0, self.last_step - self.state.step)
 
     @property
     def lr(self) -> float:
@@ -111,7 +97,7 @@ class Loop:
         return self.options.learning_rate(self.state.step, steps_per_epoch, batch_size)
 
     def after_step(self, losses: Tensor) -> None:
-        """Count a step, log it, save it, or stop after it.
+        """Count a step, log it, and save or stop after it where that is due.
 
         Args:
             losses: of this rank's samples, in the batch's order, or their mean. One a sample gives
@@ -138,14 +124,24 @@ class Loop:
             self._leave()
         every = run.options.snapshot_every
         if every and state.step % every == 0:
-            self._save()
+            self.save()
+            self._speed.resume()
+
+    def save(self) -> None:
+        """Write a snapshot of this step, unless it has one; stop the clock until the next epoch."""
+        self._speed.pause()
+        self.state.metrics_bytes = self.run.metrics_bytes
+        self.state.save(self.run.snapshots, self._identity, self.run.options.keep_snapshots)
 
     def after_epoch(self, result: Evaluation, state_dict: dict[str, Tensor]) -> None:
-        """Log the epoch.
+        """Log the epoch, and move to the next one, or stop before it.
 
         Args:
             result: on the validation data.
             state_dict: of the unwrapped model, for `--epoch-weights`.
+
+        Raises:
+            StopRequested: a signal came; the state is saved.
         """
         run, state = self.run, self.state
         snapshot.refuse_non_finite(torch.tensor([[result.loss]]), state.step, run.snapshots)
@@ -159,7 +155,13 @@ class Loop:
         )
         if run.options.epoch_weights:
             run.save_epoch_weights(state_dict, state.epoch)
-        self._speed.resume()
+        if self.steps_left:
+            if self._stop.after(state.step, at_once=True):
+                self._leave()
+            state.next_epoch()
+            self._speed.resume()
+        else:
+            self._progress.close()
 
     def finish(self, state_dict: dict[str, Tensor], **more: Any) -> None:
         """Write the model and the summary, with what the recipe adds to it."""
@@ -182,14 +184,8 @@ class Loop:
         )
         self._stop.release()  # not before: what is left is little, and then the run is done
 
-    def _save(self) -> None:
-        self._speed.pause()
-        self.state.metrics_bytes = self.run.metrics_bytes
-        self.state.save(self.run.snapshots, self._identity, self.run.options.keep_snapshots)
-        self._speed.resume()
-
-    def _leave(self) -> None:
-        self._save()
+    def _leave(self) -> NoReturn:
+        self.save()
         self.state.wait()
         # Under slurm/job.sh the job goes on by itself, and says so.
         by_hand = f": to go on, run the same command with --output-dir {self.run.folder}"

@@ -1,7 +1,11 @@
 """Batch size, learning rate and its schedule, as given and never multiplied in secret."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+import torch
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -66,3 +70,29 @@ class OptimizerOptions:
         rest = max(1, self.epochs * steps_per_epoch - 1 - warmup)
         cosine = (1 + math.cos(math.pi * min(1.0, (step - warmup) / rest))) / 2
         return peak * (self.lrf + (1 - self.lrf) * cosine)
+
+
+def make_sgd(
+    parameters: Iterable[nn.Parameter], options: OptimizerOptions, *, scaled: bool = False
+) -> torch.optim.SGD:
+    """SGD with momentum over the parameters that are trained and are on this rank.
+
+    Args:
+        parameters: of the model; frozen ones are left out, and those of other ranks' stages (meta).
+        options: momentum and weight decay; the learning rate is set in every step.
+        scaled: the loss is scaled (fp16). A first step that overflows would leave fused SGD momenta
+            of memory that nobody wrote (torch 2.15), so it is not fused then.
+    """
+    return torch.optim.SGD(
+        [p for p in parameters if p.requires_grad and not p.is_meta],
+        lr=options.lr,
+        momentum=options.momentum,
+        weight_decay=options.weight_decay,
+        fused=not scaled,  # one pass over parameters, gradients and momenta
+    )
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Let the next step of `optimizer` use `lr`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -52,7 +52,7 @@ from common.run.options import RunOptions
 from common.run.snapshot import Stateful
 from common.seeds import mix, seed_everything, set_determinism
 from common.training.evaluate import Evaluation
-from common.training.optimizer import OptimizerOptions
+from common.training.optimizer import OptimizerOptions, set_lr
 
 NAME = "checkpoint_rnn"
 LAUNCHED = "one"  # see common.cli
@@ -285,12 +285,13 @@ def train(config: Config, ranks: Ranks) -> None:
 
         # loop
         memory = PeakMemory(device)
-        for _epoch in loop.epochs():
-            for sequences, _ in loop.batches(loader):
-                for group in optimizer.param_groups:
-                    group["lr"] = loop.lr
+        for epoch in loop.epochs():
+            batches.set_epoch(epoch, loop.state.batch, loop.steps_left)
+            for sequences, _ in loader:
+                set_lr(optimizer, loop.lr)
                 loss = train_step(model, optimizer, sequences.to(device, dtype), segments)
                 loop.after_step(loss)
+            loop.save()  # before the evaluation, which may take long
             result = evaluate(model, val_loader, device, dtype)
             loop.after_epoch(result, model.state_dict())
 

@@ -47,7 +47,7 @@ from common.training.ddp import (
 )
 from common.training.evaluate import evaluate
 from common.training.models import ModelOptions, prepare_model, set_train_mode, trained_as
-from common.training.optimizer import OptimizerOptions
+from common.training.optimizer import OptimizerOptions, make_sgd, set_lr
 from common.training.virtual_ranks import use_virtual_ranks
 
 NAME = "ddp_launch"
@@ -109,15 +109,7 @@ def train(config: Config, ranks: Ranks) -> None:
             )  # fmt: skip
 
         # optimizer
-        optimizer = torch.optim.SGD(
-            [parameter for parameter in model.parameters() if parameter.requires_grad],
-            lr=options.lr,
-            momentum=options.momentum,
-            weight_decay=options.weight_decay,
-            # In one pass; not with loss scaling, where a first step that overflows would leave it
-            # momenta of memory that nobody wrote (torch 2.15).
-            fused=not scaler.is_enabled(),
-        )
+        optimizer = make_sgd(model.parameters(), options, scaled=scaler.is_enabled())
 
         # resume
         parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer, "scaler": scaler}
@@ -130,10 +122,10 @@ def train(config: Config, ranks: Ranks) -> None:
         warm_up(ddp, loader.prepare(image), micro_batch_size, autocast)
 
         # loop
-        for _epoch in loop.epochs():
-            for images, labels in loop.batches(loader):
-                for group in optimizer.param_groups:
-                    group["lr"] = loop.lr
+        for epoch in loop.epochs():
+            batches.set_epoch(epoch, loop.state.batch, loop.steps_left)
+            for images, labels in loader:
+                set_lr(optimizer, loop.lr)
                 losses = []
                 for part, truth in micro_batches(ddp, images, labels, parallel.accumulate):
                     with autocast:
@@ -143,6 +135,7 @@ def train(config: Config, ranks: Ranks) -> None:
                 scaler.update()
                 optimizer.zero_grad(set_to_none=True)
                 loop.after_step(torch.cat(losses))
+            loop.save()  # before the evaluation, which may take long
             # The model inside: ddp's forward would wait for its peers.
             result = evaluate(model, val_loader, len(data.val), device)
             loop.after_epoch(result, model.state_dict())

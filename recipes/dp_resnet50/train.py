@@ -55,7 +55,7 @@ from common.training.models import (
     set_train_mode,
     trained_as,
 )
-from common.training.optimizer import OptimizerOptions
+from common.training.optimizer import OptimizerOptions, make_sgd, set_lr
 
 NAME = "dp_resnet50"
 LAUNCHED = "one"  # see common.cli
@@ -186,15 +186,7 @@ def train(config: Config, ranks: Ranks) -> None:
             parallel = nn.DataParallel(Autocast(model, autocast), [d.index for d in devices])
 
         # optimizer
-        optimizer = torch.optim.SGD(
-            [parameter for parameter in model.parameters() if parameter.requires_grad],
-            lr=options.lr,
-            momentum=options.momentum,
-            weight_decay=options.weight_decay,
-            # In one pass; not with loss scaling, where a first step that overflows would leave it
-            # momenta of memory that nobody wrote (torch 2.15).
-            fused=not scaler.is_enabled(),
-        )
+        optimizer = make_sgd(model.parameters(), options, scaled=scaler.is_enabled())
 
         # resume
         parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer, "scaler": scaler}
@@ -207,10 +199,10 @@ def train(config: Config, ranks: Ranks) -> None:
 
         # loop
         utilization = Utilization(devices)
-        for _epoch in loop.epochs():
-            for images, labels in loop.batches(loader):
-                for group in optimizer.param_groups:
-                    group["lr"] = loop.lr
+        for epoch in loop.epochs():
+            batches.set_epoch(epoch, loop.state.batch, loop.steps_left)
+            for images, labels in loader:
+                set_lr(optimizer, loop.lr)
                 with autocast:
                     loss = nn.functional.cross_entropy(parallel(images), labels)
                 scaler.scale(loss).backward()
@@ -218,6 +210,7 @@ def train(config: Config, ranks: Ranks) -> None:
                 scaler.update()
                 optimizer.zero_grad(set_to_none=True)
                 loop.after_step(loss)
+            loop.save()  # before the evaluation, which may take long
             result = evaluate(model, val_loader, len(data.val), device)
             loop.after_epoch(result, model.state_dict())
 

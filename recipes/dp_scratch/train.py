@@ -231,10 +231,12 @@ def train(config: Config, ranks: Ranks) -> None:
             return
 
         # loop
-        for _epoch in loop.epochs():
-            for images, labels in loop.batches(loader):
+        for epoch in loop.epochs():
+            batches.set_epoch(epoch, loop.state.batch, loop.steps_left)
+            for images, labels in loader:
                 loss = train_step(replicas, images, labels, loop.lr)
                 loop.after_step(loss)
+            loop.save()  # before the evaluation, which may take long
             result = evaluate(replicas, val_loader, len(data.val), device)
             loop.after_epoch(result, replicas.state_dict())
 

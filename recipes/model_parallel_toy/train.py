@@ -54,7 +54,7 @@ from common.seeds import seed_everything, set_determinism
 from common.training.ddp import warm_up
 from common.training.evaluate import evaluate
 from common.training.models import ModelOptions, build_model
-from common.training.optimizer import OptimizerOptions
+from common.training.optimizer import OptimizerOptions, make_sgd, set_lr
 
 NAME = "model_parallel_toy"
 LAUNCHED = "stages"  # see common.cli
@@ -302,13 +302,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
         # optimizer
         state = StageState(model)
-        optimizer = torch.optim.SGD(
-            [parameter for parameter in model.parameters() if not parameter.is_meta],
-            lr=options.lr,
-            momentum=options.momentum,
-            weight_decay=options.weight_decay,
-            fused=True,  # all parameters in one pass over them
-        )
+        optimizer = make_sgd(model.parameters(), options)
 
         # resume
         parts: dict[str, Stateful] = {"model": state, "optimizer": optimizer}
@@ -322,16 +316,17 @@ def train(config: Config, ranks: Ranks) -> None:
             pipe.warm_up(sample, batch_size // replicas)
 
         # loop
-        for _epoch in loop.epochs():
-            for inputs, labels in loop.batches(loader):
-                for group in optimizer.param_groups:
-                    group["lr"] = loop.lr
+        for epoch in loop.epochs():
+            batches.set_epoch(epoch, loop.state.batch, loop.steps_left)
+            for inputs, labels in loader:
+                set_lr(optimizer, loop.lr)
                 if parallel.in_processes and loop.state.step == loop.last_step - 1:
                     pipe.note_work(parallel.timeline)
                 loss = pipe.backward(inputs, labels)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 loop.after_step(loss)
+            loop.save()  # before the evaluation, which may take long
             result = evaluate(pipe, val_loader, len(data.val), device, data_group)
             loop.after_epoch(result, state.full_state_dict() if config.run.epoch_weights else {})
 
