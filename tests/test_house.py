@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from common import launch
 from tests.conftest import ROOT, need
 from tests.faults import matrix
 from tools import bench
@@ -155,3 +156,14 @@ def test_the_faults_table_is_what_was_seen() -> None:
     found = json.loads(matrix.RESULT.read_text())["rows"]
     between = (ROOT / "README.md").read_text().split(matrix.BEGIN)[1].split(matrix.END)[0]
     assert between.strip() == matrix.table(found)
+
+
+def test_every_variable_of_ours_is_listed_in_one_place() -> None:
+    code = [name for name in FILES if not name.startswith("tests/") and (ROOT / name).is_file()]
+    used = {
+        variable
+        for name in code
+        for variable in re.findall(r"\bRECIPES_[A-Z_]+\b", (ROOT / name).read_text("latin-1"))
+    }
+    listed = re.findall(r"(?m)^    (RECIPES_[A-Z_]+) ", launch.__doc__ or "")
+    assert used == set(listed)
