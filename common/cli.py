@@ -23,10 +23,10 @@ from common.launch.start import launch
 C = TypeVar("C")
 
 LAUNCHED = {
-    "ranks": "a process a device, started by this command, torchrun, srun or mpirun",
-    "spawn": "a process a device, started by the recipe itself, or by torchrun, srun or mpirun",
+    "ranks": "one process per device, started by this command, torchrun, srun or mpirun",
+    "spawn": "one process per device, started by the recipe itself, torchrun, srun or mpirun",
     "one": "one process that drives its devices itself",
-    "stages": "one process, or a process a stage, as --schedule says",
+    "stages": "one process, or one process per stage: --schedule decides",
 }
 """What a recipe's constant LAUNCHED may say, and what that means."""
 

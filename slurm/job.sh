@@ -96,7 +96,7 @@ one_process() { # whether one process may drive several GPUs
 refuse_idle_or_shared_gpus() { # RANKS_A_NODE
     [[ " ${options[*]} " != *" --device"[=\ ]"cpu "* ]] || return 0
     if ((gpus_per_node && gpus_per_node != $1)) && ! { (($1 < gpus_per_node)) && one_process; }; then
-        fail "$1 ranks a node, but $gpus_per_node GPUs on $SLURMD_NODENAME: one rank a GPU is" \
+        fail "$1 ranks per node, but $gpus_per_node GPUs on $SLURMD_NODENAME: one rank per GPU is" \
             "needed, give --ntasks-per-node=$gpus_per_node (or another --gpus-per-node)"
     fi
 }

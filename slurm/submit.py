@@ -167,7 +167,7 @@ def submit_array(
     tasks = ntasks_per_node or (max(1, gpus_per_node) if one_a_gpu else 1)
     if gpus_per_node and one_a_gpu and tasks != gpus_per_node:
         raise InputError(f"--ntasks-per-node {tasks} but --gpus-per-node {gpus_per_node}: one rank "
-                         "a GPU is needed")  # fmt: skip
+                         "per GPU is needed")  # fmt: skip
     own = Path(runs or os.environ.get("RUNS") or ROOT / "runs").resolve() / recipe
     calls = _check(recipe, options, str(own / f"{'local' if local else 'slurm'}-%j"))
     folder = own / "submitit"

@@ -48,7 +48,7 @@ class Where:
 
     ranks: Ranks
     folder: Path
-    """Of runs."""
+    """Folder of all runs."""
     nproc: int
     """Processes that would share this host; 0 where it was not said."""
 

@@ -36,7 +36,8 @@ class DataOptions:
     data: Literal["digits", "imagefolder", "fashion_mnist", "cifar10", "fake"] = "digits"
     """Data set. digits (1,797 images of 8x8 px, from scikit-learn) needs no download."""
     data_path: Path | None = None
-    """Folder of the data; imagefolder: a folder a class, or train/ and val/ with those in them."""
+    """Folder of the data; imagefolder: one sub-folder per class, or train/ and val/ with
+    one sub-folder per class in each."""
     download: bool = False
     """Let rank 0 download fashion_mnist or cifar10 into --data-path."""
     verify_images: bool = True
@@ -72,15 +73,15 @@ class Data:
     val: Samples
     class_names: list[str]
     channels: int
-    """Of an image: 1 or 3."""
+    """Channels of an image: 1 or 3."""
     side: int
-    """Of an image [px]."""
+    """Side of an image [px]."""
     fingerprint: str
     """SHA-256 that changes when the data does (see `load_data`)."""
     mean: Sequence[float] = (0.0,)
-    """Of each channel of images that are bytes (`common.data.batches`), as 0 to 1."""
+    """Mean of each channel, where images are bytes (`common.data.batches`); 0 to 1."""
     std: Sequence[float] = (1.0,)
-    """Standard deviation, likewise."""
+    """Standard deviation of each channel; 0 to 1."""
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -71,7 +71,7 @@ def counts(cpu_cores: int) -> Iterator[int]:
 def most_workers(
     samples: Samples, batch_size: int, ranks_here: int, free_bytes: int | None = None
 ) -> tuple[int, str]:
-    """The most loading processes a rank whose batches fit into this host's shared memory.
+    """The most loading processes per rank whose batches fit into this host's shared memory.
 
     A batch goes from its loading process to the rank through /dev/shm, of which Docker gives a
     container 64 MB; a process that finds it full dies of a bus error. Each has up to two batches

@@ -264,5 +264,5 @@ def _refuse_unlike_devices(kind: str, gpu: str, *, nccl: bool) -> None:
     if nccl and len(set(found)) < len(found):
         raise InputError(
             f"{len(found)} ranks share {len(set(found))} GPUs, which NCCL refuses: start one "
-            "process a GPU, or give --backend gloo to practise with several on one"
+            "process per GPU, or give --backend gloo to practise with several on one"
         )

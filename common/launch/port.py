@@ -9,10 +9,10 @@ from common.errors import InputError
 def bind(address: str, port: int, *, several_hosts: bool) -> socket.socket:
     """Listen where the ranks will look for rank 0's store, and nowhere else.
 
-    The store asks nobody who he is, so it stays off the interfaces that it does not need: it
-    listens on rank 0's address. On all of them it listens where that is none of this host's (it
-    is translated on the way), and where several hosts are given a name, of which each may make
-    another address (Debian makes loopback of a host's own).
+    The store has no authentication, so it listens only on rank 0's address. There are two
+    exceptions, in which it listens on all interfaces: the address is none of this host's (it is
+    translated on the way), or several hosts are given a name, which each host may resolve to
+    another address (Debian resolves a host's own name to loopback).
 
     Args:
         address: rank 0's, as the ranks are given it.

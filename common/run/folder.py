@@ -1,4 +1,4 @@
-"""The run's record: the folder that a run leaves (README.md, "What a run leaves")."""
+"""The folder that a run leaves (README.md, "What a run leaves")."""
 
 import json
 import logging

@@ -26,29 +26,30 @@ class RunOptions:
     resume: Literal["auto", "never"] | Path = "auto"
     """auto: the newest sound snapshot in --output-dir; never: none; or a snapshot file."""
     snapshot_every: int = 0
-    """Write a snapshot every so many steps [steps]; 0 at the end of each epoch only."""
+    """Steps between two snapshots [steps]; 0: at the end of each epoch only."""
     keep_snapshots: int = 3
-    """How many of the newest snapshots stay [files]."""
+    """Snapshots to keep, the newest ones [files]."""
     log_every: int = 10
-    """Write a line of metrics every so many steps [steps]; the loss is averaged over ranks."""
+    """Steps between two lines of metrics [steps]; the loss is averaged over ranks."""
     epoch_weights: bool = False
-    """Keep the weights of each epoch in weights/."""
+    """Keep the weights after each epoch, in weights/."""
     seed: int = 0
-    """Of weights, data order, augmentation and split."""
+    """Seed of the weights, the data order, the augmentation and the split."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes a GPU where there is one, and says which."""
+    """Device to train on. auto: a GPU where there is one."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto: nccl on GPUs, gloo on CPUs. gloo lets several ranks share a GPU."""
+    """Backend of the process group. auto: nccl on GPUs, gloo on CPUs. With gloo several ranks can
+    share one GPU."""
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    """Of the arithmetic; bf16 and fp16 are mixed, fp16 with a loss scaler."""
+    """Arithmetic of the model; bf16 and fp16 are mixed precision, fp16 with a loss scaler."""
     deterministic: bool = True
-    """Deterministic kernels only: the same command gives the same bits."""
+    """Use deterministic kernels only: the same command gives the same bits."""
     tf32: bool = False
-    """Let a GPU round the factors of fp32 products to 10 bits of mantissa: faster."""
+    """Faster fp32 products on GPUs, whose factors are rounded to 10 bits of mantissa (TF32)."""
     cpu_threads: int = 1
     """Threads of a CPU operation in each rank [threads]; another number gives other bits."""
     timeout_s: float = 600.0
-    """How long a rank waits for its peers before it gives up [s]."""
+    """Time after which a rank gives up waiting for the other ranks [s]."""
 
     @property
     def determinism(self) -> dict[str, Any]:

@@ -26,13 +26,14 @@ class ParallelOptions:
     sync_bn: bool = False
     """BatchNorm over the global batch instead of each rank's slice; GPUs only."""
     virtual_ranks: int = 0
-    """Cut each global batch into so many shards on any number of processes up to it, which then
-    give the same bits; a power of two. 0: a shard a process."""
+    """Shards of each global batch, a power of two: any number of processes up to it then gives the
+    same bits. 0: one shard per process."""
     accumulate: int = 1
-    """Cut each rank's batch into so many micro-batches, which need less memory; gradients travel
-    once a step, with the last one. BatchNorm then looks at a micro-batch."""
+    """Micro-batches of each rank's batch, which need less memory. Gradients travel once per step,
+    with the last micro-batch. BatchNorm then sees one micro-batch."""
     gradient_compression: Literal["none", "bf16"] = "none"
-    """bf16 sends gradients in half the bytes, rounded to 8 bits; weights stay as they are."""
+    """Format in which gradients travel. bf16: half the bytes, rounded to 8 bits of mantissa; the
+    weights stay as they are."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
@@ -66,7 +67,7 @@ class ParallelOptions:
             raise InputError(
                 f"--accumulate {self.accumulate} does not divide a rank's batch of "
                 f"{batch_size_per_rank}: {multiples_near(batch_size_per_rank, self.accumulate)} "
-                "samples a rank would do"
+                "samples per rank would do"
             )
         return batch_size_per_rank // self.accumulate
 

@@ -17,11 +17,12 @@ class OptimizerOptions:
     max_steps: int | None = None
     """Stop after this many optimizer steps in all [steps], with the schedule left as it is."""
     global_batch_size: int | None = None
-    """Samples a step over all ranks [samples]. None: 96, or world size x --batch-size-per-rank."""
+    """Samples per step over all ranks [samples]. None: 96, or --batch-size-per-rank times the
+    number of ranks."""
     batch_size_per_rank: int | None = None
-    """The other way to say it: samples a step on each rank [samples]."""
+    """Samples per step on each rank [samples]: the other way to give the batch size."""
     lr: float = 0.1
-    """Learning rate at its highest, used as given."""
+    """Highest learning rate, used as given."""
     scale_lr: int | None = None
     """Linear scaling rule: use lr x global batch size / SCALE_LR [samples], reached by warm-up."""
     warmup_epochs: float = 0.0
@@ -29,9 +30,9 @@ class OptimizerOptions:
     lrf: float = 0.01
     """Final learning rate as a share of lr, reached by a cosine."""
     momentum: float = 0.9
-    """Of SGD."""
+    """SGD momentum."""
     weight_decay: float = 5e-3
-    """Of SGD, on every trained parameter."""
+    """SGD weight decay, on every trained parameter."""
 
     def __post_init__(self) -> None:
         """Refuse combinations that mean nothing."""
@@ -52,7 +53,7 @@ class OptimizerOptions:
             raise ValueError("--scale-lr reaches its rate by warm-up: give --warmup-epochs too")
 
     def total_batch_size(self, world_size: int) -> int:
-        """Samples a step over all ranks."""
+        """Samples per step over all ranks."""
         if self.batch_size_per_rank is not None:
             return self.batch_size_per_rank * world_size
         return self.global_batch_size or 96

@@ -67,7 +67,7 @@ class CheckOptions:
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl on GPUs, gloo on CPUs."""
     timeout_s: float = 60.0
-    """How long a rank waits for its peers before it gives up [s]."""
+    """Time after which a rank gives up waiting for the other ranks [s]."""
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""

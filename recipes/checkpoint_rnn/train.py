@@ -63,7 +63,7 @@ class SequenceOptions:
     """The adding problem: the sum of the two marked numbers of a sequence."""
 
     length: int = 400
-    """Of a sequence [time steps]."""
+    """Length of a sequence [time steps]."""
     input_size: int = 2
     """Numbers a time step: the value, the mark, and noise in the others."""
     train_samples: int = 3200
@@ -77,7 +77,7 @@ class RecurrentOptions:
     """The network: LSTM layers, and one linear unit on the last state."""
 
     hidden_size: int = 32
-    """Of each layer."""
+    """Features of each layer's state."""
     layers: int = 1
     """LSTM layers."""
     dropout: float = 0.0

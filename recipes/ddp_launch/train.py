@@ -1,4 +1,4 @@
-"""DistributedDataParallel, a process a device, started by a launcher.
+"""DistributedDataParallel: one process per device, started by a launcher.
 
 Every rank holds a copy of the model and takes its slice of each global batch; gradients are
 averaged while the backward pass runs, so all copies take the same step. Use it whenever the model
@@ -6,7 +6,7 @@ fits on one device, on one host or several; where it does not fit, split the mod
 
     make run RECIPE=ddp_launch                                 one machine, GPUs or CPUs
     torchrun --nproc-per-node 2 -m recipes.ddp_launch.train    the same, started by torchrun
-    srun python -m recipes ddp_launch                          a Slurm task a device
+    srun python -m recipes ddp_launch                          one Slurm task per device
 
 The default takes about 10 s on 2 CPU cores and reaches a validation accuracy of 0.98.
 

@@ -1,11 +1,11 @@
-"""DistributedDataParallel, a process a device, started from one command by torch.multiprocessing.
+"""DistributedDataParallel: one process per device, started by torch.multiprocessing.
 
 The same training as ddp_launch (`make diff-ddp` shows the difference): here the recipe starts its
 ranks itself, so no launcher is needed. Use it on one machine, where a single command must do; use
 ddp_launch for several hosts. Under torchrun, srun or mpirun it takes the ranks it is given.
 
     make run RECIPE=ddp_spawn                                  one machine, GPUs or CPUs
-    srun python -m recipes ddp_spawn                           a Slurm task a device
+    srun python -m recipes ddp_spawn                           one Slurm task per device
 
 The default takes about 10 s on 2 CPU cores and reaches a validation accuracy of 0.98.
 

@@ -59,7 +59,7 @@ def show_lesson(
 
 
 def plot_lesson(found: dict[str, dict[int, list[float]]], *panels: Any) -> None:
-    """Validation accuracy by epoch, a line a batch size, a panel a rule for the learning rate."""
+    """Validation accuracy by epoch: a line for each batch size, a panel for each learning rate."""
     for axes, (rule, curves) in zip(panels, found.items(), strict=True):
         for size, accuracies in curves.items():
             axes.plot(range(1, len(accuracies) + 1), accuracies, "o-", label=f"batch {size}")

@@ -155,7 +155,7 @@ def train_step(replicas: Replicas, images: Tensor, labels: Tensor, lr: float) ->
 
     Args:
         replicas: changed in place.
-        images: (samples, 1, 28, 28), at least one sample a device; shards may differ by one.
+        images: (samples, 1, 28, 28), at least one sample per device; shards may differ by one.
         labels: (samples,) int64.
         lr: learning rate of the mean loss.
 

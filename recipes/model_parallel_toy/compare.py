@@ -95,7 +95,7 @@ def without_communication_s(given: Sequence[str], stages: int, micro_batches: in
 
 
 def main() -> None:
-    """Print a stage's seconds a step: STAGE STAGES MICRO_BATCHES [options of the recipe]."""
+    """Print a stage's seconds per step: STAGE STAGES MICRO_BATCHES [options of the recipe]."""
     stage, stages, micro_batches = map(int, sys.argv[1:4])
     _, config = cli.parse(NAME, Config, sys.argv[4:])
     torch.set_num_threads(config.run.cpu_threads)

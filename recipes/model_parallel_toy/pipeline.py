@@ -1,4 +1,4 @@
-"""A process a stage: torch.distributed.pipelining, and what it leaves to its user."""
+"""One process per stage: torch.distributed.pipelining, and what it leaves to its user."""
 
 import socket
 import time

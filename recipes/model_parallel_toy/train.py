@@ -2,14 +2,15 @@
 
 `split` puts the first layers on one device and the rest on the next: a model too large for one
 device fits, but one device works while the other waits. `micro` cuts the batch into micro-batches,
-so that GPUs overlap. `gpipe` and `1f1b` do it with a process a stage (torch.distributed.pipelining;
-GPUs or CPUs, one host or several), and with `--data-parallel N` in N copies of the pipeline. Use it
-when a model does not fit on one device; where it fits, ddp_launch is simpler and faster.
+so that GPUs overlap. `gpipe` and `1f1b` do it with one process per stage
+(torch.distributed.pipelining; GPUs or CPUs, one host or several), and with `--data-parallel N` in N
+copies of the pipeline. Use it when a model does not fit on one device; where it fits, ddp_launch is
+simpler and faster.
 
     make run RECIPE=model_parallel_toy                                           split, one process
     make run RECIPE=model_parallel_toy ARGS="--schedule 1f1b --data-parallel 2"  4 processes
     docker run --gpus all IMAGE model_parallel_toy --schedule gpipe              in the image
-    srun -n 2 python -m recipes model_parallel_toy --schedule gpipe              a task a stage
+    srun -n 2 python -m recipes model_parallel_toy --schedule gpipe              one task per stage
 
 The default takes about 3 s on 2 CPU cores and reaches a validation accuracy of 0.96 on generated
 points; `--model resnet50` trains on images (--data).
@@ -67,9 +68,10 @@ class ParallelOptions:
     model: Literal["toy", "resnet50"] = "toy"
     """toy: 10 inputs, a hidden layer of 10, 5 classes, on generated points."""
     norm: Literal["group", "batch"] = "group"
-    """Of resnet50. batch looks at each micro-batch by itself, so that their number matters."""
+    """Normalisation of resnet50. batch sees one micro-batch at a time, so the number of
+    micro-batches then changes the result."""
     schedule: Literal["split", "micro", "gpipe", "1f1b"] = "split"
-    """split and micro: one process over several devices; gpipe and 1f1b: a process a stage."""
+    """split and micro: one process over several devices; gpipe and 1f1b: one process per stage."""
     stages: int = 2
     """Pieces of the model, cut where their floating-point operations are balanced."""
     micro_batches: int | None = None
@@ -77,7 +79,7 @@ class ParallelOptions:
     data_parallel: int = 1
     """Copies of the pipeline, each with its share of the batch (gpipe and 1f1b)."""
     devices: tuple[str, ...] | None = None
-    """A device a stage for split and micro, such as `cuda:0 cuda:1` or `cpu cpu`. None: all
+    """One device per stage for split and micro, such as `cuda:0 cuda:1` or `cpu cpu`. None: all
     GPUs in turn, or the CPU."""
     timeline: bool = True
     """gpipe and 1f1b: record the last step, for timeline.json and timeline.png."""
@@ -212,7 +214,7 @@ class Split(nn.Module):
 
 
 def devices_for(options: ParallelOptions, device: str) -> list[torch.device]:
-    """A device a stage.
+    """One device per stage.
 
     Raises:
         InputError: a device that is not there, or another number of them than stages.
@@ -259,8 +261,8 @@ def train(config: Config, ranks: Ranks) -> None:
     device = devices[-1] if devices else choose_device(config.run.device, ranks)
     announce(NAME, config.run, ranks, device)
     if parallel.in_processes and device.type == "cuda" and config.run.backend == "gloo":
-        raise InputError("stages on GPUs talk by NCCL, which wants a GPU each: leave --backend "
-                         "gloo out, or give --device cpu")  # fmt: skip
+        raise InputError("stages on GPUs talk by NCCL, which needs one GPU per stage: leave "
+                         "--backend gloo out, or give --device cpu")  # fmt: skip
     dtype = torch.float64 if config.run.precision == "fp64" else torch.float32
     with process_group(ranks, device, config.run.backend, config.run.timeout_s):
         run = Run(NAME, config, config.run, ranks, device, *devices)

@@ -66,7 +66,7 @@ class TuneOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where batches are copied to. auto takes a GPU where there is one, and says which."""
     seed: int = 0
-    """Of the order of samples and the augmentation."""
+    """Seed of the order of samples and of the augmentation."""
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""

@@ -347,7 +347,7 @@ def test_submitit_here_and_now(submit: Submitter) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [(("--nodes", "two"), "--nodes: invalid int value"), (("--no-such",), "--no-such"),
-     (("--gpus-per-node=2", "--tasks-per-node=1"), "one rank a GPU is needed"),
+     (("--gpus-per-node=2", "--tasks-per-node=1"), "one rank per GPU is needed"),
      (("--partition=none",), "sbatch refused: "), (("--runs", "/proc/no"), "cannot be written"),
      (("--local", "--runs", "/proc/no"), "cannot be written"), (("--", "--epocs", "3"), "--epocs"),
      (("--slurm", "array=0-3"), "-- OPTIONS -- OPTIONS"), (("--slurm", "time=1"), "give --time"),
