@@ -34,9 +34,12 @@ def main(arguments: Sequence[str]) -> None:
     """
     parser = cli.Parser("", __doc__)
     parser.prog = "python -m benchmarks"
-    parser.add_argument("parts", nargs="*", metavar="PART",
-                        help=f"{', '.join(PARTS)} (all where none is named), or "
-                        f"{', '.join(ON_DEMAND)}")  # fmt: skip
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help=f"{', '.join(PARTS)} (all where none is named), or {', '.join(ON_DEMAND)}",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="of each variant, in turn")
     parser.add_argument("--output", type=Path, help="folder for the results, instead of here")
     parser.add_argument("--redraw", action="store_true")

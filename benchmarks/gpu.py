@@ -69,9 +69,12 @@ class Training:
         if setting.compiled:
             self.forward = torch.compile(self.model, dynamic=False)
         self.optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4,
+            self.model.parameters(),
+            lr=0.05,
+            momentum=0.9,
+            weight_decay=1e-4,
             fused=not self.scaler.is_enabled(),
-        )  # fmt: skip
+        )
 
     def __call__(self) -> Tensor:
         """Take a step; its loss, on the device."""
@@ -122,9 +125,12 @@ def images_per_s(setting: Setting, device: torch.device, side: int) -> dict[str,
     losses += [step() for _ in range(STEPS)]
     synchronize(device)
     elapsed_s = time.perf_counter() - start_s
-    return {**asdict(setting), "images_per_s": STEPS * setting.batch_size / elapsed_s,
-            "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else None,
-            "losses": torch.stack(losses).tolist()}  # fmt: skip
+    return {
+        **asdict(setting),
+        "images_per_s": STEPS * setting.batch_size / elapsed_s,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+        "losses": torch.stack(losses).tolist(),
+    }
 
 
 def rate(work: Callable[[], object], amount: float, device: torch.device) -> float:
@@ -183,11 +189,14 @@ def least_time(setting: Setting, device: torch.device, side: int) -> dict[str, A
     with Roofline(found) as roofline:
         training()
     size = setting.batch_size
-    return {**found, "bytes_per_image": roofline.bytes / size,
-            "operations_per_image": roofline.operations / size,
-            "images_per_s_at_most_unfused": size / roofline.seconds,
-            "images_per_s_at_most_by_operations": found["operations_per_s"]
-            / (roofline.operations / size)}  # fmt: skip
+    return {
+        **found,
+        "bytes_per_image": roofline.bytes / size,
+        "operations_per_image": roofline.operations / size,
+        "images_per_s_at_most_unfused": size / roofline.seconds,
+        "images_per_s_at_most_by_operations": found["operations_per_s"]
+        / (roofline.operations / size),
+    }
 
 
 def evaluation_s(device: torch.device, side: int, count: int) -> dict[str, float]:
@@ -211,10 +220,12 @@ def measure(device: torch.device) -> dict[str, Any]:
     torch.backends.cudnn.benchmark = True
     side = 224 if large else 32
     settings = SETTINGS if large else {"bf16": Setting(16), "fp32": Setting(16, "fp32")}
-    return {"published_images_per_s": PUBLISHED,
-            "runs": {name: images_per_s(one, device, side) for name, one in settings.items()},
-            "evaluation_s": evaluation_s(device, side, 731 if large else 8),  # of flower_photos
-            "roofline": least_time(Setting(256 if large else 16), device, side)}  # fmt: skip
+    return {
+        "published_images_per_s": PUBLISHED,
+        "runs": {name: images_per_s(one, device, side) for name, one in settings.items()},
+        "evaluation_s": evaluation_s(device, side, 731 if large else 8),  # of flower_photos
+        "roofline": least_time(Setting(256 if large else 16), device, side),
+    }
 
 
 if __name__ == "__main__":

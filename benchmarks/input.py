@@ -32,10 +32,14 @@ VARIANTS = {
     "ours": "`--data imagefolder`",
 }
 CPU = torch.device("cpu")
-CLASSIC = transforms.Compose([
-    transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip(), transforms.ToTensor(),
-    transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
-])  # fmt: skip
+CLASSIC = transforms.Compose(
+    [
+        transforms.RandomResizedCrop(224),
+        transforms.RandomHorizontalFlip(),
+        transforms.ToTensor(),
+        transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
+    ]
+)
 
 
 def write_photos(root: Path, train: int = PHOTOS) -> None:
@@ -70,9 +74,15 @@ def run_variant(variant: str, root: Path) -> float:
         keep_freed_memory()  # as every rank does
     if variant != "ours":
         return samples_per_s(
-            DataLoader(ImageFolder(root / "train", CLASSIC), BATCH_SIZE, shuffle=True,
-                       drop_last=True, num_workers=WORKERS, persistent_workers=True)
-        )  # fmt: skip
+            DataLoader(
+                ImageFolder(root / "train", CLASSIC),
+                BATCH_SIZE,
+                shuffle=True,
+                drop_last=True,
+                num_workers=WORKERS,
+                persistent_workers=True,
+            )
+        )
     options = DataOptions("imagefolder", root, verify_images=False, num_workers=WORKERS)
     with process_group(Ranks(), CPU, "gloo", 60):
         data = load_data(options, 0, Ranks())
@@ -91,11 +101,17 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
 
     runs = in_turn(list(VARIANTS), one, rounds)
     rows = [
-        [VARIANTS[name], f"{statistics.median(found):,.0f}",
-         "1" if name == "classic" else spread(
-             [own / classic for own, classic in zip(found, runs["classic"], strict=True)])]
+        [
+            VARIANTS[name],
+            f"{statistics.median(found):,.0f}",
+            "1"
+            if name == "classic"
+            else spread(
+                [own / classic for own, classic in zip(found, runs["classic"], strict=True)]
+            ),
+        ]
         for name, found in runs.items()
-    ]  # fmt: skip
+    ]
     table = {
         "title": f"JPEG files of 500x375 px to normalised batches of {BATCH_SIZE} at 224 px, "
         f"{WORKERS} loading processes, nothing else to do; median (least to most) of {rounds} "

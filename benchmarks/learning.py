@@ -94,22 +94,30 @@ class Digits(Dataset[tuple[Any, int]]):
 def make_plain(task: str, seed: int, folder: Path) -> tuple[Dataset[Any], Dataset[Any], nn.Module]:
     """Training data, validation data and model, as torchvision's documentation has them."""
     if task == "photos":
-        normal = [transforms.ToTensor(),
-                  transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]  # fmt: skip
+        normal = [
+            transforms.ToTensor(),
+            transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        ]
         augmented = transforms.Compose(
             [transforms.RandomResizedCrop(64), transforms.RandomHorizontalFlip(), *normal]
         )
         plain = transforms.Compose([transforms.Resize(73), transforms.CenterCrop(64), *normal])
-        return (ImageFolder(folder / "train", augmented), ImageFolder(folder / "val", plain),
-                resnet18(num_classes=8))  # fmt: skip
+        return (
+            ImageFolder(folder / "train", augmented),
+            ImageFolder(folder / "val", plain),
+            resnet18(num_classes=8),
+        )
     normal = [transforms.ToTensor(), transforms.Normalize((0.305,), (0.376,))]
     shifted = transforms.Compose([transforms.RandomCrop(8, padding=1), *normal])
     order = np.random.default_rng(seed).permutation(1797).tolist()
     model = resnet18(num_classes=10)
     model.conv1 = nn.Conv2d(1, 64, 3, padding=1, bias=False)
     model.maxpool = nn.Identity()
-    return (Subset(Digits(shifted), order[:1437]),
-            Subset(Digits(transforms.Compose(normal)), order[1437:]), model)  # fmt: skip
+    return (
+        Subset(Digits(shifted), order[:1437]),
+        Subset(Digits(transforms.Compose(normal)), order[1437:]),
+        model,
+    )
 
 
 def train_plain(name: str, seed: int, folder: Path) -> None:
@@ -221,11 +229,15 @@ def tables(
         "end: median (least to most).",
         "columns": ["run", "seeds", "half-way", "at the end"],
         "rows": [
-            [name, len(found), spread([run[len(run) // 2 - 1] for run in found], 3),
-             spread([run[-1] for run in found], 3)]
+            [
+                name,
+                len(found),
+                spread([run[len(run) // 2 - 1] for run in found], 3),
+                spread([run[-1] for run in found], 3),
+            ]
             for name, found in others.items()
         ],
-    }  # fmt: skip
+    }
     return [beside, half]
 
 
@@ -238,8 +250,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
             for trainer, words in TRAINERS.items():
                 by_epoch = list(zip(*result["runs"][f"{name} {trainer}"], strict=True))
                 axes.plot(epochs, [statistics.median(found) for found in by_epoch], label=words)
-                axes.fill_between(epochs, [min(f) for f in by_epoch], [max(f) for f in by_epoch],
-                                  alpha=0.2)  # fmt: skip
+                axes.fill_between(
+                    epochs, [min(f) for f in by_epoch], [max(f) for f in by_epoch], alpha=0.2
+                )
             axes.set(xlabel="epoch", ylabel="validation accuracy", title=task.title, ylim=(0, 1))
             axes.set_xticks(list(epochs))
             axes.legend(loc="lower right")

@@ -57,14 +57,22 @@ WAYS = {
 CONVNET, RESNET = "convnet, 8 px, 48 images a rank", "ResNet-18, 64 px, 32 images a rank"
 CASES = {
     CONVNET: Case(  # its gradients are one bucket
-        ModelOptions(), DataOptions(), 48, turns=6, steps=10,
+        ModelOptions(),
+        DataOptions(),
+        48,
+        turns=6,
+        steps=10,
         ways={name: way for name, way in WAYS.items() if not way.bucket_mb},
     ),
     RESNET: Case(
-        ModelOptions(model="resnet18"), DataOptions(image_size=64), 32, turns=2, steps=2,
+        ModelOptions(model="resnet18"),
+        DataOptions(image_size=64),
+        32,
+        turns=2,
+        steps=2,
         ways={name: way for name, way in WAYS.items() if way.accumulate == 1},
     ),
-}  # fmt: skip
+}
 LINKS = {"no limit": None, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 """Bandwidths each way [bit/s]."""
 TRIED = {CONVNET: ("no limit", "1 Gbit/s", "100 Mbit/s"), RESNET: ("no limit", "1 Gbit/s")}
@@ -72,9 +80,17 @@ BATCH = 96
 LOSSES = {
     DEFAULT: ["--global-batch-size", str(BATCH)],
     "bf16": ["--global-batch-size", str(BATCH), "--gradient-compression", "bf16"],
-    "bf16, 2 x batch": ["--global-batch-size", str(2 * BATCH), "--gradient-compression", "bf16",
-                        "--accumulate", "2", "--lr", "0.2"],
-}  # fmt: skip
+    "bf16, 2 x batch": [
+        "--global-batch-size",
+        str(2 * BATCH),
+        "--gradient-compression",
+        "bf16",
+        "--accumulate",
+        "2",
+        "--lr",
+        "0.2",
+    ],
+}
 """The convnet's ways as options of ddp_launch, to see what they do to the loss."""
 EPOCHS = 15
 
@@ -131,14 +147,20 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
         losses = {}
         for way, options in LOSSES.items():
             found = run_recipe(
-                "ddp_launch", ["--nproc", "2", "--epochs", str(EPOCHS), *options], folder / way,
+                "ddp_launch",
+                ["--nproc", "2", "--epochs", str(EPOCHS), *options],
+                folder / way,
                 {"CUDA_VISIBLE_DEVICES": ""},
-            )  # fmt: skip
+            )
             losses[way] = {key: found[key] for key in ("steps", "train_loss", "val_accuracy")}
             bar.update()
     sizes = {name: parameter_bytes(case) for name, case in CASES.items()}
-    return {"tables": [measured(runs, rounds), at_the_end(losses), on_paper()], "runs": runs,
-            "losses": losses, "parameter_bytes": sizes}  # fmt: skip
+    return {
+        "tables": [measured(runs, rounds), at_the_end(losses), on_paper()],
+        "runs": runs,
+        "losses": losses,
+        "parameter_bytes": sizes,
+    }
 
 
 def ratios(run: dict[str, list[float]], way: str, other: str) -> str:
@@ -154,18 +176,31 @@ def alone(way: str) -> str:
 def measured(runs: dict[str, Any], rounds: int) -> dict[str, Any]:
     """The table of speeds."""
     rows = [
-        [name, link, way, f"{statistics.median(run[way]):,.0f}",
-         "1" if way == DEFAULT else ratios(run, way, DEFAULT),
-         "1" if way == alone(way) else ratios(run, way, alone(way))]
-        for name, links in runs.items() for link, run in links.items() for way in run
-    ]  # fmt: skip
+        [
+            name,
+            link,
+            way,
+            f"{statistics.median(run[way]):,.0f}",
+            "1" if way == DEFAULT else ratios(run, way, DEFAULT),
+            "1" if way == alone(way) else ratios(run, way, alone(way)),
+        ]
+        for name, links in runs.items()
+        for link, run in links.items()
+        for way in run
+    ]
     return {
         "title": "Two hosts with a process each take steps with every way in turn; median (least "
         f"to most) of {rounds} rounds. With no communication each takes its own.",
-        "columns": ["model", "link", "gradients", "samples/s", "over the default",
-                    "over no communication"],
+        "columns": [
+            "model",
+            "link",
+            "gradients",
+            "samples/s",
+            "over the default",
+            "over no communication",
+        ],
         "rows": rows,
-    }  # fmt: skip
+    }
 
 
 def at_the_end(losses: dict[str, Any]) -> dict[str, Any]:
@@ -173,9 +208,11 @@ def at_the_end(losses: dict[str, Any]) -> dict[str, Any]:
     return {
         "title": f"What it does to the loss: {EPOCHS} epochs of ddp_launch on 2 processes.",
         "columns": ["gradients", "steps", "train_loss at the end", "val_accuracy"],
-        "rows": [[way, str(end["steps"]), f"{end['train_loss']:.4f}", f"{end['val_accuracy']:.4f}"]
-                 for way, end in losses.items()],
-    }  # fmt: skip
+        "rows": [
+            [way, str(end["steps"]), f"{end['train_loss']:.4f}", f"{end['val_accuracy']:.4f}"]
+            for way, end in losses.items()
+        ],
+    }
 
 
 PAPER = {"compute_s": 256 / 3000, "alpha_s": 10e-6, "parameter_bytes": 4 * 25.6e6}
@@ -223,8 +260,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
             free_s = samples / statistics.median(links["no limit"][way])
             alpha_s = (free_s - samples * compute_s) / 2
             sent = gradient_bytes * WAYS[way].sent
-            predicted = [samples * compute_s / step_s(samples * compute_s, alpha_s, sent, bits)
-                         for bits in reach]  # fmt: skip
+            predicted = [
+                samples * compute_s / step_s(samples * compute_s, alpha_s, sent, bits)
+                for bits in reach
+            ]
             axes.plot(reach, predicted, f"C{number}--")
             for link, run in links.items():
                 shares = [own / one for own, one in zip(run[way], run[alone(way)], strict=True)]
@@ -234,8 +273,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axes.set_xscale("log")
         axes.set_xticks([*limits, reach[-1]], [*list(links)[1:], "no limit"])
         axes.minorticks_off()
-        axes.set(xlabel="link, each way (dashed: alpha-beta model)", ylim=(0, None),
-                 ylabel="speed over that without communication")  # fmt: skip
+        axes.set(
+            xlabel="link, each way (dashed: alpha-beta model)",
+            ylim=(0, None),
+            ylabel="speed over that without communication",
+        )
         axes.legend()
 
     save_figure(path, plot, panels=len(CASES))

@@ -14,9 +14,25 @@ from tools.comparison import spread
 WINDOW = 20
 """Steps: one snapshot in so many."""
 BATCH_SIZE = 6
-OPTIONS = ["--nproc", "2", "--model", "resnet50", "--lr", "0.02", "--data", "imagefolder",
-           "--no-verify-images", "--image-size", "160", "--global-batch-size", str(BATCH_SIZE),
-           "--keep-snapshots", "1", "--snapshot-every", str(2 * WINDOW)]  # fmt: skip
+OPTIONS = [
+    "--nproc",
+    "2",
+    "--model",
+    "resnet50",
+    "--lr",
+    "0.02",
+    "--data",
+    "imagefolder",
+    "--no-verify-images",
+    "--image-size",
+    "160",
+    "--global-batch-size",
+    str(BATCH_SIZE),
+    "--keep-snapshots",
+    "1",
+    "--snapshot-every",
+    str(2 * WINDOW),
+]
 
 
 def windows(steps_s: list[float]) -> list[tuple[float, float]]:
@@ -47,8 +63,12 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
     shares = [100 * (with_one / without - 1) for with_one, without in windows(steps_s)]
     step_s = statistics.median(steps_s)
     copies_s = [steps_s[end - 1] - step_s for end in range(4 * WINDOW, steps, 2 * WINDOW)]
-    row = [mebibytes(snapshot.stat().st_size), f"{step_s:.2f}", spread(shares, digits=1),
-           f"{1000 * statistics.median(copies_s):.0f}"]  # fmt: skip
+    row = [
+        mebibytes(snapshot.stat().st_size),
+        f"{step_s:.2f}",
+        spread(shares, digits=1),
+        f"{1000 * statistics.median(copies_s):.0f}",
+    ]
     table = {
         "title": f"ResNet-50 with momentum at 160 px on 2 processes, a snapshot in {WINDOW} steps; "
         f"median (least to most) of {rounds} times {WINDOW} steps with one in one run, each beside "
@@ -71,8 +91,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
         steps_s = result["runs"][0]["steps_s"]
         axes.plot(range(2, len(steps_s) + 2), steps_s, ".-")
         for step in range(2 * WINDOW, len(steps_s), 2 * WINDOW):
-            axes.axvline(step + 0.5, color="tab:red", linestyle="--",
-                         label="a snapshot begins" if step == 2 * WINDOW else None)  # fmt: skip
+            axes.axvline(
+                step + 0.5,
+                color="tab:red",
+                linestyle="--",
+                label="a snapshot begins" if step == 2 * WINDOW else None,
+            )
         axes.set(xlabel="step", ylabel="seconds", ylim=(0, None))
         axes.legend()
 

@@ -32,9 +32,19 @@ CASES = {
 }
 WHOLE: dict[str, list[str]] = {
     CONVNET: ["--epochs", "15"],
-    RESNET: ["--model", "resnet18", "--image-size", "64", "--global-batch-size", "16",
-             "--lr", "0.02", "--max-steps", "24"],
-}  # fmt: skip
+    RESNET: [
+        "--model",
+        "resnet18",
+        "--image-size",
+        "64",
+        "--global-batch-size",
+        "16",
+        "--lr",
+        "0.02",
+        "--max-steps",
+        "24",
+    ],
+}
 """Options of a whole run, for its start-up and its losses."""
 
 
@@ -45,8 +55,11 @@ def run_whole(model: str, name: str, folder: Path) -> dict[str, Any]:
     stamps = run_stamped(folder, ["--nproc", "2", "--log-every", "1", *WHOLE[model], *given])
     summary = json.loads((folder / "run" / "summary.json").read_text())
     losses = [line["loss"] for line in read_metrics(folder / "run") if "loss" in line]
-    return {"start_up_s": stamps[0] - started, "val_accuracy": summary["val_accuracy"],
-            "losses": losses}  # fmt: skip
+    return {
+        "start_up_s": stamps[0] - started,
+        "val_accuracy": summary["val_accuracy"],
+        "losses": losses,
+    }
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
@@ -71,18 +84,32 @@ def table(runs: dict[str, Any], whole: dict[str, Any], rounds: int) -> dict[str,
         for name, speeds in run.items():
             faster = [own / usual for own, usual in zip(speeds, run[DEFAULT], strict=True)]
             seen, losses = whole[model][name], whole[model][name]["losses"]
-            rows.append([model, name, f"{1000 * samples / statistics.median(speeds):.1f}",
-                         "1" if name == DEFAULT else spread(faster), f"{seen['start_up_s']:.1f}",
-                         f"{statistics.mean(losses[:8]):.3f} to {statistics.mean(losses[-8:]):.3f}",
-                         f"{seen['val_accuracy']:.3f}"])  # fmt: skip
+            rows.append(
+                [
+                    model,
+                    name,
+                    f"{1000 * samples / statistics.median(speeds):.1f}",
+                    "1" if name == DEFAULT else spread(faster),
+                    f"{seen['start_up_s']:.1f}",
+                    f"{statistics.mean(losses[:8]):.3f} to {statistics.mean(losses[-8:]):.3f}",
+                    f"{seen['val_accuracy']:.3f}",
+                ]
+            )
     return {
         "title": "Two processes with a thread each take steps with every option in turn; median "
         f"(least to most) of {rounds} rounds. Start-up, losses (of the first and the last 8 steps) "
         "and accuracy are of one run of ddp_launch each.",
-        "columns": ["model", "options", "a step [ms]", "steps/s over the default", "start-up [s]",
-                    "loss", "val_accuracy"],
+        "columns": [
+            "model",
+            "options",
+            "a step [ms]",
+            "steps/s over the default",
+            "start-up [s]",
+            "loss",
+            "val_accuracy",
+        ],
         "rows": rows,
-    }  # fmt: skip
+    }
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

@@ -158,10 +158,16 @@ def run_both(
     processes = []
     for rank in (0, 1):
         environment = fresh_environment(
-            {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0" if hosts else str(rank),
-             "LOCAL_WORLD_SIZE": "1" if hosts else "2", "MASTER_ADDR": address,
-             "MASTER_PORT": "29500", "CUDA_VISIBLE_DEVICES": ""}
-        )  # fmt: skip
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "0" if hosts else str(rank),
+                "LOCAL_WORLD_SIZE": "1" if hosts else "2",
+                "MASTER_ADDR": address,
+                "MASTER_PORT": "29500",
+                "CUDA_VISIBLE_DEVICES": "",
+            }
+        )
         command = ["ip", "netns", "exec", hosts[rank]] if hosts else []
         command += [sys.executable, "-P", "-m", __name__, part, case, str(rounds), str(file)]
         processes.append(

@@ -105,13 +105,17 @@ def start(name: str, arguments: Sequence[str], processes: int | None = None) -> 
         if ranks.launcher == "none" and not {"-h", "--help"} & set(arguments):
             options, rest = _split(arguments)
             if os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1" and options.nnodes == 1:
-                print("warning: in a Slurm job of several nodes, but not started by srun: the "
-                      "ranks are on this host only", file=sys.stderr)  # fmt: skip
+                print(
+                    "warning: in a Slurm job of several nodes, but not started by srun: the "
+                    "ranks are on this host only",
+                    file=sys.stderr,
+                )
             nproc = processes // options.nnodes if processes else options.processes
             if options.nnodes * nproc > 1 and not (options.compare or options.check):
                 command, address = ["-m", "recipes", name, *rest], options.address or "127.0.0.1"
-                return launch(command, nproc, options.nnodes, options.node_rank,
-                              address, options.port)  # fmt: skip
+                return launch(
+                    command, nproc, options.nnodes, options.node_rank, address, options.port
+                )
     except InputError as error:
         return report(error, Ranks())
     return int(import_module(f"recipes.{name}.train").main(arguments))
@@ -307,8 +311,14 @@ def _resolve(arguments: Sequence[str]) -> tuple[Ranks, list[str]]:
 def _split(arguments: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
     """The launch options, and the rest for the ranks, who check it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for option, kind in (("nproc", int), ("nnodes", int), ("node-rank", int), ("master-addr", str),
-                         ("master-port", int), ("compare-rounds", int)):  # fmt: skip
+    for option, kind in (
+        ("nproc", int),
+        ("nnodes", int),
+        ("node-rank", int),
+        ("master-addr", str),
+        ("master-port", int),
+        ("compare-rounds", int),
+    ):
         names = (f"--{option}", f"--{option.replace('-', '_')}")
         parser.add_argument(*dict.fromkeys(names), type=kind, default=argparse.SUPPRESS)
     for flag in ("--compare", "--check"):

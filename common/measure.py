@@ -76,10 +76,15 @@ class Utilization:
         self._sampler, self._said = None, tempfile.TemporaryFile("w+")  # noqa: SIM115 - read in stop()
         if gpus and shutil.which("nvidia-smi"):
             self._sampler = subprocess.Popen(
-                ["nvidia-smi", "--query-gpu=uuid,utilization.gpu",
-                 "--format=csv,noheader,nounits", "--loop-ms=500"],
-                stdout=self._said, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+                [
+                    "nvidia-smi",
+                    "--query-gpu=uuid,utilization.gpu",
+                    "--format=csv,noheader,nounits",
+                    "--loop-ms=500",
+                ],
+                stdout=self._said,
+                stderr=subprocess.DEVNULL,
+            )
 
     def stop(self) -> list[float | None]:
         """End the sampling: the mean of each device [%], None where there was no sample."""

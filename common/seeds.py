@@ -68,11 +68,16 @@ def rng_state() -> dict[str, Any]:
     version, internal, gauss_next = random.getstate()
     return {
         "python": (version, list(internal), gauss_next),
-        "numpy": (str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position),
-                  int(has_gauss), float(gauss)),
+        "numpy": (
+            str(name),
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(gauss),
+        ),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-    }  # fmt: skip
+    }
 
 
 def set_rng_state(state: dict[str, Any]) -> None:

@@ -78,8 +78,10 @@ class Train:
             except (OSError, subprocess.SubprocessError) as error:
                 if getattr(error, "returncode", 1) < 0:  # the requeue kills what asked for it, too
                     end_process(status)
-                print(f"stopped, and not requeued here ({error}); to go on, submit the same with "
-                      f"--output-dir {shlex.quote(str(self.folder))} after the --")  # fmt: skip
+                print(
+                    f"stopped, and not requeued here ({error}); to go on, submit the same with "
+                    f"--output-dir {shlex.quote(str(self.folder))} after the --"
+                )
                 end_process(status)
             time.sleep(60)  # not rank 0: the requeue ends this task
         if status:
@@ -107,10 +109,14 @@ class Train:
         environment = submitit.JobEnvironment()
         if environment.cluster != "slurm":
             return False
-        return "RUNNING" in subprocess.run(
-            ["squeue", "--noheader", "--job", environment.job_id, "--format", "%T"],
-            capture_output=True, text=True,
-        ).stdout  # fmt: skip
+        return (
+            "RUNNING"
+            in subprocess.run(
+                ["squeue", "--noheader", "--job", environment.job_id, "--format", "%T"],
+                capture_output=True,
+                text=True,
+            ).stdout
+        )
 
 
 def submit(recipe: str, options: Sequence[object] = (), **asked: Any) -> Job:
@@ -159,15 +165,19 @@ def submit_array(
     if recipe not in known:
         raise InputError(f"no recipe {recipe!r}: there are {', '.join(known)}")
     if "array" in sbatch:
-        raise InputError("array: its tasks would all do the same. Give each its own options: "
-                         "-- OPTIONS -- OPTIONS, or submit_array in Python")  # fmt: skip
+        raise InputError(
+            "array: its tasks would all do the same. Give each its own options: "
+            "-- OPTIONS -- OPTIONS, or submit_array in Python"
+        )
     if local and (nodes > 1 or len(options) > 1):
         raise InputError("--local is one job on this machine: --nodes 1, and one -- OPTIONS")
     one_a_gpu = known[recipe][1] in ("ranks", "spawn")
     tasks = ntasks_per_node or (max(1, gpus_per_node) if one_a_gpu else 1)
     if gpus_per_node and one_a_gpu and tasks != gpus_per_node:
-        raise InputError(f"--ntasks-per-node {tasks} but --gpus-per-node {gpus_per_node}: one rank "
-                         "per GPU is needed")  # fmt: skip
+        raise InputError(
+            f"--ntasks-per-node {tasks} but --gpus-per-node {gpus_per_node}: one rank "
+            "per GPU is needed"
+        )
     own = Path(runs or os.environ.get("RUNS") or ROOT / "runs").resolve() / recipe
     calls = _check(recipe, options, str(own / f"{'local' if local else 'slurm'}-%j"))
     folder = own / "submitit"
@@ -222,8 +232,10 @@ def _check(recipe: str, options: Sequence[Sequence[object]], output_dir: str) ->
         calls.append(Train(recipe, words, flatten(config)["output_dir"] or output_dir))
     fixed = [call.output_dir for call in calls if "%j" not in call.output_dir]
     if len(fixed) > len(set(fixed)):
-        raise InputError(f"the jobs of an array would share --output-dir {fixed[0]}: a %j in it "
-                         "becomes the job's id")  # fmt: skip
+        raise InputError(
+            f"the jobs of an array would share --output-dir {fixed[0]}: a %j in it "
+            "becomes the job's id"
+        )
     return calls
 
 
@@ -338,8 +350,12 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[list[str]]]:
     )
     for name in ("mem", "partition", "account", "qos", "constraint"):
         parser.add_argument(f"--{name}", metavar="X", help="as of sbatch")
-    parser.add_argument("--slurm", action="append", metavar="NAME[=X]",
-                        help="any other option of sbatch; may come several times")  # fmt: skip
+    parser.add_argument(
+        "--slurm",
+        action="append",
+        metavar="NAME[=X]",
+        help="any other option of sbatch; may come several times",
+    )
     parser.add_argument("--follow", action="store_true", help="show rank 0's log until the end")
     asked = vars(parser.parse_args(words[0]))
     for text in asked.pop("slurm", []):
@@ -360,8 +376,10 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return STATUS_BAD_INPUT
     for job in jobs:
-        print(f"job {job.job_id}\n  results  {folder_of(job)}\n  log      {job.paths.stdout}",
-              flush=True)  # fmt: skip
+        print(
+            f"job {job.job_id}\n  results  {folder_of(job)}\n  log      {job.paths.stdout}",
+            flush=True,
+        )
     try:
         return max(map(follow, jobs), default=0) if following else 0
     except KeyboardInterrupt:

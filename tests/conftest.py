@@ -154,8 +154,15 @@ class Recipe:
 
     def command(self, name: str, *options: str | Path, folder: str = "run") -> list[str]:
         """The front door's command line for a recipe, with its run folder."""
-        return [sys.executable, "-m", "recipes", name, *map(str, options), "--output-dir",
-                str(self.tmp_path / folder)]  # fmt: skip
+        return [
+            sys.executable,
+            "-m",
+            "recipes",
+            name,
+            *map(str, options),
+            "--output-dir",
+            str(self.tmp_path / folder),
+        ]
 
     def __call__(
         self,
@@ -179,8 +186,16 @@ def make_run(nproc: int, options: tuple[str, ...], tmp_path: Path) -> Result:
     need("make")
     runner = Recipe(tmp_path)
     arguments = " ".join([*options, "--output-dir", str(tmp_path / "run")])
-    process = runner.start("make", "-C", ROOT, "run", f"PYTHON={sys.executable}",
-                           "RECIPE=ddp_launch", f"NPROC={nproc}", f"ARGS={arguments}")  # fmt: skip
+    process = runner.start(
+        "make",
+        "-C",
+        ROOT,
+        "run",
+        f"PYTHON={sys.executable}",
+        "RECIPE=ddp_launch",
+        f"NPROC={nproc}",
+        f"ARGS={arguments}",
+    )
     try:
         return runner.finish(process, tmp_path / "run").assert_ok()
     finally:
@@ -215,8 +230,12 @@ def library(folder: Path, name: str, code: str) -> Path:
     """A shared library of the test's own, in a folder."""
     need("gcc")
     folder.mkdir(exist_ok=True)
-    subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-", f"-Wl,-soname,{name}",
-                    "-o", folder / name], input=code, text=True, check=True)  # fmt: skip
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-xc", "-", f"-Wl,-soname,{name}", "-o", folder / name],
+        input=code,
+        text=True,
+        check=True,
+    )
     return folder
 
 

@@ -91,9 +91,26 @@ def checks(device: str, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]
         return {"holds": same, "samples_per_s": [one["samples_per_s"], two["samples_per_s"]]}
 
     def price_of_determinism() -> dict[str, Any]:
-        images = ("--data", "fake", "--model", "resnet50", "--image-size", "128", "--nproc", "1",
-                  "--device", device, "--precision", "bf16", "--epochs", "4", "--num-workers", "8",
-                  "--max-steps", "40" if device == "cuda" else "2")  # fmt: skip
+        images = (
+            "--data",
+            "fake",
+            "--model",
+            "resnet50",
+            "--image-size",
+            "128",
+            "--nproc",
+            "1",
+            "--device",
+            device,
+            "--precision",
+            "bf16",
+            "--epochs",
+            "4",
+            "--num-workers",
+            "8",
+            "--max-steps",
+            "40" if device == "cuda" else "2",
+        )
         ways = ("--deterministic", "--no-deterministic")
         speeds: dict[str, list[float]] = {way: [] for way in ways}
         for n in range(3):
@@ -107,8 +124,10 @@ def checks(device: str, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]
         whole = run(folder / "whole", *options)
         run(folder / "cut", *options, "--max-steps", "17")
         cut = run(folder / "cut", *options)
-        return {"holds": cut["weights_sha256"] == whole["weights_sha256"],
-                "resumed_from": cut["resumed_from"]}  # fmt: skip
+        return {
+            "holds": cut["weights_sha256"] == whole["weights_sha256"],
+            "resumed_from": cut["resumed_from"],
+        }
 
     def data_parallel() -> dict[str, Any]:
         options = ("--data", "fake", "--image-size", "64", "--epochs", "3", "--lr", "0.02")
@@ -127,8 +146,16 @@ def checks(device: str, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]
 
     def checkpointing() -> dict[str, Any]:
         sizes = ("--length", "4096", "--hidden-size", "256", "--input-size", "64")
-        start(folder / "rnn", "checkpoint_rnn", "--device", device, "--compare",
-              "--compare-rounds", "1", *sizes)  # fmt: skip
+        start(
+            folder / "rnn",
+            "checkpoint_rnn",
+            "--device",
+            device,
+            "--compare",
+            "--compare-rounds",
+            "1",
+            *sizes,
+        )
         found = json.loads((folder / "rnn" / "comparison.json").read_text())
         peaks = {int(k): runs[0]["bytes"] for k, runs in found["runs"].items()}
         within = found["auto"]["bytes"] <= found["auto"]["budget"]
@@ -155,8 +182,11 @@ def checks(device: str, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]
         write_photos(folder / "photos")
         command = [sys.executable, "-m", "benchmarks.input", "ours", str(folder / "photos")]
         speed = float(finished(command).splitlines()[-1]) / WORKERS
-        return {"holds": True, "photos_per_s_a_process": speed,
-                "processes_for_4000_per_s": math.ceil(4000 / speed)}  # fmt: skip
+        return {
+            "holds": True,
+            "photos_per_s_a_process": speed,
+            "processes_for_4000_per_s": math.ceil(4000 / speed),
+        }
 
     return {
         "one_and_two_ranks_train_alike_in_fp64": one_and_two_ranks,

@@ -95,8 +95,9 @@ def test_what_a_run_went_on_with_and_what_it_was_before_are_both_kept(
         assert pool.run(call_main, 1, "ddp_launch", arguments)[0][0] == 0
     manifest = json.loads(file.read_text())
     assert manifest["before"] == [
-        {"until_step": 2, "torch": "1.0", "hosts": ["a"]}, {"until_step": 4, "hosts": ["b"]}
-    ]  # fmt: skip
+        {"until_step": 2, "torch": "1.0", "hosts": ["a"]},
+        {"until_step": 4, "hosts": ["b"]},
+    ]
     assert manifest["torch"] == torch.__version__
     said = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
     assert re.findall(r"goes on .*:", said) == ["goes on from step 2 with other torch:"]
@@ -131,11 +132,29 @@ def test_a_folder_of_photos_trains_and_writes_its_classes(recipe: Recipe, tmp_pa
     weights = build_model(ModelOptions(model="resnet18"), 3, 1000).state_dict()
     torch.save(weights, tmp_path / "resnet18.pth")
     result = recipe(
-        "ddp_launch", "--data", "imagefolder", "--data-path", root, "--image-size", "32",
-        "--model", "resnet18", "--weights", tmp_path / "resnet18.pth", "--freeze-layers",
-        "--sync-bn", "--global-batch-size", "6", "--epochs", "3", "--num-workers", "1",
-        "--epoch-weights", "--lr", "0.02",
-    ).assert_ok()  # fmt: skip
+        "ddp_launch",
+        "--data",
+        "imagefolder",
+        "--data-path",
+        root,
+        "--image-size",
+        "32",
+        "--model",
+        "resnet18",
+        "--weights",
+        tmp_path / "resnet18.pth",
+        "--freeze-layers",
+        "--sync-bn",
+        "--global-batch-size",
+        "6",
+        "--epochs",
+        "3",
+        "--num-workers",
+        "1",
+        "--epoch-weights",
+        "--lr",
+        "0.02",
+    ).assert_ok()
     assert "left out: fc.bias, fc.weight" in result.stdout
     assert "--sync-bn left out" in result.stdout
     classes = (result.folder / "class_indices.json").read_text(encoding="utf-8")
@@ -198,8 +217,9 @@ def test_a_port_in_use_is_an_error_at_once_where_it_was_given(recipe: Recipe) ->
 def test_unknown_recipes_and_nproc_where_there_are_ranks(recipe: Recipe) -> None:
     result = recipe.module("ddp_lunch")
     assert (result.status, result.errors) == (
-        2, ["error: no recipe 'ddp_lunch': did you mean ddp_launch?"],
-    )  # fmt: skip
+        2,
+        ["error: no recipe 'ddp_lunch': did you mean ddp_launch?"],
+    )
     result = recipe("ddp_launch", "--nproc", "4", env={"RANK": "0", "WORLD_SIZE": "1"})
     assert result.status == 2
     assert "already one of 1" in result.errors[0]

@@ -44,20 +44,36 @@ def test_make_run_trains_with_its_defaults(recipe: Recipe) -> None:
     need("make")
     folder = recipe.tmp_path / f"a folder {PLANTED}"
     process = recipe.start(
-        "make", "--no-print-directory", "-C", ROOT, "run", f"PYTHON={sys.executable}",
-        "RECIPE=ddp_launch", f"ARGS=--output-dir '{folder}'",
+        "make",
+        "--no-print-directory",
+        "-C",
+        ROOT,
+        "run",
+        f"PYTHON={sys.executable}",
+        "RECIPE=ddp_launch",
+        f"ARGS=--output-dir '{folder}'",
         env={"HF_TOKEN": PLANTED, "NCCL_DEBUG_TOKEN": PLANTED},
-    )  # fmt: skip
+    )
     result = recipe.finish(process, folder).assert_ok()
     summary = result.summary
     assert summary["val_accuracy"] >= 0.97
     assert summary["val_accuracy"] == summary["val_correct"] / summary["val_total"]
     assert result.elapsed_s < 60
     assert summary.keys() == {
-        "recipe", "world_size", "epochs", "steps", "train_loss", "val_accuracy", "val_correct",
-        "val_total", "samples_per_s", "peak_memory_bytes", "elapsed_s", "weights_sha256",
+        "recipe",
+        "world_size",
+        "epochs",
+        "steps",
+        "train_loss",
+        "val_accuracy",
+        "val_correct",
+        "val_total",
+        "samples_per_s",
+        "peak_memory_bytes",
+        "elapsed_s",
+        "weights_sha256",
         "resumed_from",
-    }  # fmt: skip
+    }
     assert (summary["world_size"], len(summary["peak_memory_bytes"])) == (2, 2)
     assert result.stdout.splitlines()[0].startswith("ddp_launch: world_size 2")
     assert "device cpu (no GPU visible)" in result.stdout.splitlines()[0]
@@ -147,9 +163,18 @@ def test_under_torchs_launchers(recipe: Recipe, reference: Result, launcher: str
     rest = [str(ROOT / part) if part.endswith(".py") else part for part in rest]
     folder = recipe.tmp_path / "run"
     process = recipe.start(
-        sys.executable, "-m", module, "--nproc-per-node", "2", "--master-port", "29511",
-        *rest, *OPTIONS, "--output-dir", folder,
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        module,
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "29511",
+        *rest,
+        *OPTIONS,
+        "--output-dir",
+        folder,
+    )
     result = recipe.finish(process, folder)
     assert_same(result, reference)
     assert "launcher: torchrun" in result.stdout
@@ -160,20 +185,28 @@ def test_under_torchs_launchers(recipe: Recipe, reference: Result, launcher: str
 def test_under_mpirun(recipe: Recipe, reference: Result, name: str) -> None:
     need("mpirun")
     process = recipe.start(
-        "mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2",
+        "mpirun",
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "-n",
+        "2",
         *recipe.command(name, *OPTIONS),
-    )  # fmt: skip
+    )
     result = recipe.finish(process, recipe.tmp_path / "run")
     assert_same(result, reference)
     assert "launcher: openmpi" in result.stdout
 
 
 BEFORE_THEY_MEET = {
-    "on rank 1": ("torch.distributed.run --no-python --nproc-per-node 2 --master-port 29512",
-                  "", "--device cuda", r"rank 1 on \S+: --device cuda, but this process sees no"),
+    "on rank 1": (
+        "torch.distributed.run --no-python --nproc-per-node 2 --master-port 29512",
+        "",
+        "--device cuda",
+        r"rank 1 on \S+: --device cuda, but this process sees no",
+    ),
     "its options": ("mpirun", "", "--epocs 3", r"rank 1 on \S+: Unrecognized options: --epocs, 3"),
     "all options": ("mpirun", "--epocs 3", "", r"Unrecognized options: --epocs, 3 \(perhaps"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", BEFORE_THEY_MEET)
@@ -183,8 +216,10 @@ def test_what_ranks_find_before_they_meet_is_shown_once(recipe: Recipe, what: st
     if launcher == "mpirun":
         need("mpirun")
         command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
-    script = ('[ "${RANK:-$OMPI_COMM_WORLD_RANK}" = 0 ] || set -- "$@" $OF_RANK_1; '
-              'exec "$0" -m recipes ddp_launch "$@"')  # fmt: skip
+    script = (
+        '[ "${RANK:-$OMPI_COMM_WORLD_RANK}" = 0 ] || set -- "$@" $OF_RANK_1; '
+        'exec "$0" -m recipes ddp_launch "$@"'
+    )
     env = {"OF_RANK_1": of_rank_1, "CUDA_VISIBLE_DEVICES": ""}
     process = recipe.start(
         *command, "bash", "-c", script, sys.executable, *options.split(), env=env
@@ -207,9 +242,15 @@ def test_started_as_a_file(recipe: Recipe, reference: Result) -> None:
         folder = recipe.tmp_path / name
         file = ROOT / "recipes" / name / "train.py"
         process = recipe.start(
-            sys.executable, file, "--nproc", "2", *OPTIONS, "--output-dir", folder,
+            sys.executable,
+            file,
+            "--nproc",
+            "2",
+            *OPTIONS,
+            "--output-dir",
+            folder,
             env={"PYTHONPATH": ""},
-        )  # fmt: skip
+        )
         assert_same(recipe.finish(process, folder), reference)
 
 
@@ -274,10 +315,21 @@ def test_a_signal_to_the_whole_session_spares_the_loading_processes(
 def test_torchrun_restarts_a_rank_that_dies_once(recipe: Recipe, reference: Result) -> None:
     folder = recipe.tmp_path / "run"
     process = recipe.start(
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-        "--max-restarts", "1", "--master-port", "29512",
-        "-m", "recipes.ddp_launch.train", *OPTIONS, "--output-dir", folder,
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+        "--master-port",
+        "29512",
+        "-m",
+        "recipes.ddp_launch.train",
+        *OPTIONS,
+        "--output-dir",
+        folder,
+    )
     wait_for_step(folder, 8)
     os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
     result = recipe.finish(process, folder)
@@ -316,9 +368,20 @@ def test_help_lists_grouped_options_with_defaults_and_units(recipe: Recipe) -> N
     result = recipe.module("ddp_launch", "--help")
     assert result.status == 0
     text = " ".join(re.sub("[│─╭╮╰╯]", " ", result.stdout).split())
-    for part in ("launch options", "run options", "data options", "model options",
-                 "optimizer options", "parallel options", "--global-batch-size", "(default: 0.1)",
-                 "--sync-bn, --no-sync-bn", "{auto,gloo,nccl}", "[steps]", "--nproc"):  # fmt: skip
+    for part in (
+        "launch options",
+        "run options",
+        "data options",
+        "model options",
+        "optimizer options",
+        "parallel options",
+        "--global-batch-size",
+        "(default: 0.1)",
+        "--sync-bn, --no-sync-bn",
+        "{auto,gloo,nccl}",
+        "[steps]",
+        "--nproc",
+    ):
         assert part in text, part
 
 
@@ -343,8 +406,19 @@ def test_make_help_is_the_default_goal_and_diff_ddp_is_short(recipe: Recipe) -> 
 
 def test_images_are_verified_once_and_loaded_on_the_cores_that_are_left(recipe: Recipe) -> None:
     root = flowers(recipe.tmp_path / "photos")
-    options = ("--data", "imagefolder", "--data-path", root, "--image-size", "16",
-               "--global-batch-size", "4", "--nproc", "2", "--max-steps")  # fmt: skip
+    options = (
+        "--data",
+        "imagefolder",
+        "--data-path",
+        root,
+        "--image-size",
+        "16",
+        "--global-batch-size",
+        "4",
+        "--nproc",
+        "2",
+        "--max-steps",
+    )
     first = recipe("ddp_launch", *options, "1").assert_ok().stdout
     assert "20 images: verified, all can be decoded" in first
     each = max(1, usable_cores() // 2)
@@ -364,8 +438,9 @@ def test_images_are_verified_once_and_loaded_on_the_cores_that_are_left(recipe: 
     os.utime(larger, ns=(before.st_atime_ns, before.st_mtime_ns))
     larger.rename(replaced)
     assert (replaced.stat().st_size, replaced.stat().st_mtime_ns) == (
-        before.st_size, before.st_mtime_ns,
-    )  # fmt: skip
+        before.st_size,
+        before.st_mtime_ns,
+    )
     refused = recipe("ddp_launch", *options, "3")
     assert refused.status == 2
     assert "tulip 3.jpg cannot be decoded as an image" in refused.errors[0]
@@ -381,9 +456,20 @@ def test_a_default_run_takes_fewer_loading_processes_where_shared_memory_is_smal
         pytest.skip("needs two CPU cores")
     root = flowers(recipe.tmp_path / "photos")
     command = recipe.command(
-        "ddp_launch", "--nproc", "1", "--data", "imagefolder", "--data-path", root,
-        "--image-size", "128", "--global-batch-size", "16", "--max-steps", "1",
-    )  # fmt: skip
+        "ddp_launch",
+        "--nproc",
+        "1",
+        "--data",
+        "imagefolder",
+        "--data-path",
+        root,
+        "--image-size",
+        "128",
+        "--global-batch-size",
+        "16",
+        "--max-steps",
+        "1",
+    )
     script = 'mount --make-rprivate / && mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
     process = recipe.start("unshare", "--mount", "sh", "-c", script, "sh", *command)
     result = recipe.finish(process, recipe.tmp_path / "run").assert_ok()

@@ -29,8 +29,15 @@ from tools.doctor import Finding, Where
 
 def run(recipe: Recipe, *words: str, env: dict[str, str] | None = None) -> tuple[int, str]:
     """Status and output of `python -m recipes doctor`, after words that lead to it."""
-    command = [*words, sys.executable, "-m", "recipes", "doctor", "--output-dir",
-               str(recipe.tmp_path / "runs")]  # fmt: skip
+    command = [
+        *words,
+        sys.executable,
+        "-m",
+        "recipes",
+        "doctor",
+        "--output-dir",
+        str(recipe.tmp_path / "runs"),
+    ]
     done = recipe.finish(recipe.start(*command, env=env), recipe.tmp_path)
     assert done.stderr == ""
     return done.status, done.stdout
@@ -40,8 +47,18 @@ def test_this_machine_is_well(recipe: Recipe) -> None:
     status, said = run(recipe)
     assert status == 0
     assert "error" not in said
-    for about in ("place", "devices", "software", "network", "shared memory", "limits", "cores",
-                  "memory", "run folder", "clock"):  # fmt: skip
+    for about in (
+        "place",
+        "devices",
+        "software",
+        "network",
+        "shared memory",
+        "limits",
+        "cores",
+        "memory",
+        "run folder",
+        "clock",
+    ):
         assert f"  {about}: " in said, said
 
 
@@ -72,10 +89,21 @@ def test_a_machine_with_many_faults(recipe: Recipe) -> None:
     library(other, "libnccl.so.2", OTHER_NCCL)
     library(other, "libcuda.so.1", OLD_DRIVER)
     status, said = run(
-        recipe, "unshare", "--mount", "--uts", "sh", "-c", _MACHINE.format(tmp=scratch), "sh",
-        env={"LD_LIBRARY_PATH": str(other), "GLOO_SOCKET_IFNAME": "eth77",
-             "NCCL_SOCKET_IFNAME": "=eth88", "MASTER_ADDR": "no-such-host.invalid"},
-    )  # fmt: skip
+        recipe,
+        "unshare",
+        "--mount",
+        "--uts",
+        "sh",
+        "-c",
+        _MACHINE.format(tmp=scratch),
+        "sh",
+        env={
+            "LD_LIBRARY_PATH": str(other),
+            "GLOO_SOCKET_IFNAME": "eth77",
+            "NCCL_SOCKET_IFNAME": "=eth88",
+            "MASTER_ADDR": "no-such-host.invalid",
+        },
+    )
     assert status == 1
     for line in (
         "error    devices: 1 GPUs under /dev, but torch sees none",
@@ -92,8 +120,7 @@ def test_a_machine_with_many_faults(recipe: Recipe) -> None:
     ):
         assert f"  {line}" in said, said
     assert said.count("\n           -> ") >= 10, "each with what to do"
-    status, said = run(recipe, "env", "-u", "LD_LIBRARY_PATH",
-                       f"LD_PRELOAD={other}/libcuda.so.1")  # fmt: skip
+    status, said = run(recipe, "env", "-u", "LD_LIBRARY_PATH", f"LD_PRELOAD={other}/libcuda.so.1")
     assert status == 1
     assert "error    software: this host's NVIDIA driver knows CUDA 12.4 at most" in said
 
@@ -245,8 +272,15 @@ def test_in_a_job_every_rank_takes_part(recipe: Recipe) -> None:
     processes = []
     for rank in ("0", "1"):
         # Without PYTHONPATH, as in a shell in the repository.
-        env = {"RANK": rank, "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1",
-               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": ""}  # fmt: skip
+        env = {
+            "RANK": rank,
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "PYTHONPATH": "",
+        }
         command = [sys.executable, "-m", "recipes", "doctor", "--output-dir", str(recipe.tmp_path)]
         files = {"0": "4096", "1": "200"}[rank]
         limited = ["sh", "-c", f'ulimit -n {files}; cd {ROOT}; exec "$@"', "sh", *command]

@@ -10,33 +10,40 @@ MESSAGES = {
     "operation to complete": "--timeout-s",
     "RuntimeError: [gloo/transport/tcp/pair.cc:545] Read error [127.0.0.1]:60649: Connection reset "
     "by peer": "look for what it said",
-    "RuntimeError: [gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.0.0.2]:34567":
-    "look for what it said",
-    "[enforce fail at gloo/transport/tcp/pair.cc:464] op.preamble.length <= op.nbytes. 56556 vs 4":
-    "different collectives",
+    (
+        "RuntimeError: [gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.0.0.2]:34567"
+    ): "look for what it said",
+    (
+        "[enforce fail at gloo/transport/tcp/pair.cc:464] op.preamble.length <= "
+        "op.nbytes. 56556 vs 4"
+    ): "different collectives",
     "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB": "--global-batch-size 48",
     "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't "
     "allocate memory": "--global-batch-size 48",
     "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that "
     "dataloader's workers are out of shared memory": "--shm-size=8g",
     "RuntimeError: DataLoader worker (pid(s) 17079) exited unexpectedly": "--num-workers 0",
-    "DistNetworkError: The server socket has failed to listen on any local network address. port: "
-    "29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use":
-    "another MASTER_PORT",
+    "DistNetworkError: The server socket has failed to listen on any local network address. port: "(
+        "29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
+    ): "another MASTER_PORT",
     "AcceleratorError: CUDA error: invalid device ordinal": "fewer GPUs than processes",
-    "RuntimeError: The NVIDIA driver on your system is too old (found version 12040)":
-    "make doctor",
+    (
+        "RuntimeError: The NVIDIA driver on your system is too old (found version 12040)"
+    ): "make doctor",
     "gaierror: [Errno -2] Name or service not known": "/etc/hosts",
     "PermissionError: [Errno 13] Permission denied: '/data/runs'": "--output-dir",
     "DistBackendError: NCCL error ... ncclSystemError: System call (e.g. socket, malloc) or "
     "external library call failed": "NCCL_SOCKET_IFNAME",
     "RuntimeError: [gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find interface for: "
     "[10.1.2.3]": "GLOO_SOCKET_IFNAME",
-    "RuntimeError: Expected to have finished reduction in the prior iteration before starting":
-    "took no part in the loss",
-    "RuntimeError: adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation":
-    "--no-deterministic",
-}  # fmt: skip
+    (
+        "RuntimeError: Expected to have finished reduction in the prior iteration before starting"
+    ): "took no part in the loss",
+    (
+        "RuntimeError: adaptive_avg_pool2d_backward_cuda does not have a deterministic "
+        "implementation"
+    ): "--no-deterministic",
+}
 
 
 @pytest.mark.parametrize("message", MESSAGES)

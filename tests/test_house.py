@@ -15,10 +15,11 @@ from tools import bench
 
 FILES = subprocess.run(
     ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"],
-    capture_output=True, text=True,
+    capture_output=True,
+    text=True,
 ).stdout.split() or [
     str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if "__pycache__" not in path.parts
-]  # fmt: skip
+]
 
 
 ROOMS: dict[str, set[str]] = {
@@ -129,8 +130,9 @@ def test_shell_files_are_clean() -> None:
     need("shellcheck")
     files = [ROOT / name for name in FILES if name.endswith((".sh", ".sbatch"))]
     assert len(files) >= 4
-    subprocess.run(["shellcheck", "--external-sources", *files, ROOT / ".ci" / "run"],
-                   cwd=ROOT, check=True)  # fmt: skip
+    subprocess.run(
+        ["shellcheck", "--external-sources", *files, ROOT / ".ci" / "run"], cwd=ROOT, check=True
+    )
 
 
 def test_the_first_screen_shows_the_recorded_run() -> None:

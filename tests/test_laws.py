@@ -181,11 +181,14 @@ def test_one_two_and_three_ranks_train_alike(pool: Pool, tmp_path: Path) -> None
     """Every logged loss, over two epochs with momentum, weight decay and augmentation."""
     runs = [
         training(
-            pool, world, tmp_path / str(world),
-            run={"precision": "fp64", "log_every": 1}, optimizer={"epochs": 2, "lr": 0.05},
+            pool,
+            world,
+            tmp_path / str(world),
+            run={"precision": "fp64", "log_every": 1},
+            optimizer={"epochs": 2, "lr": 0.05},
         )
         for world in (1, 2, 3)
-    ]  # fmt: skip
+    ]
     reference = runs[0].losses
     assert len(reference) == 28
     for run in runs[1:]:
@@ -200,18 +203,26 @@ def test_channels_last_trains_alike(pool: Pool, tmp_path: Path) -> None:
     fp64 = {"precision": "fp64", "log_every": 1}
     usual, whole = (
         training(
-            pool, 2, tmp_path / str(last), run=fp64, optimizer={"max_steps": 8},
+            pool,
+            2,
+            tmp_path / str(last),
+            run=fp64,
+            optimizer={"max_steps": 8},
             model={"channels_last": last},
         )
         for last in (False, True)
-    )  # fmt: skip
+    )
     assert whole.losses == pytest.approx(usual.losses, rel=1e-9)
     assert whole.sha != usual.sha, "it did compute otherwise"
     for steps in (3, 8):
         cut = training(
-            pool, 2, tmp_path / "cut", run=fp64, optimizer={"max_steps": steps},
+            pool,
+            2,
+            tmp_path / "cut",
+            run=fp64,
+            optimizer={"max_steps": steps},
             model={"channels_last": True},
-        )  # fmt: skip
+        )
     assert cut.sha == whole.sha
 
 
@@ -219,12 +230,15 @@ def test_batch_norm_without_sync_would_not_train_alike(pool: Pool, tmp_path: Pat
     """The law above can fail: normalisation that looks at a rank's slice alone breaks it."""
     runs = [
         training(
-            pool, world, tmp_path / str(world),
-            run={"precision": "fp64", "log_every": 1}, optimizer={"max_steps": 4},
+            pool,
+            world,
+            tmp_path / str(world),
+            run={"precision": "fp64", "log_every": 1},
+            optimizer={"max_steps": 4},
             model={"norm": "batch"},
         )
         for world in (1, 2)
-    ]  # fmt: skip
+    ]
     assert runs[0].losses[4] != pytest.approx(runs[1].losses[4], rel=1e-9)
 
 

@@ -101,9 +101,11 @@ def test_a_contestant_that_fails_says_so(
     ],
 )
 def test_bad_usage_is_one_line(
-    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setitem(peers.NEEDS, "fabric", "no_such_library")
     assert cli.attempt(lambda: peers.main(arguments)) == 2
     (line,) = capsys.readouterr().err.splitlines()

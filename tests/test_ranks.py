@@ -9,27 +9,47 @@ from common.group.devices import choose_backend, choose_device
 from common.launch.ranks import Ranks, expand_tasks_per_node, first_host, resolve
 
 TORCHRUN = {
-    "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "n1", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "n1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
     "TORCHELASTIC_RUN_ID": "none",
-}  # fmt: skip
+}
 # What a task of `srun -N2 --ntasks-per-node=2` has, seen on Slurm 22.05.
 SLURM = {
-    "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_JOB_NODELIST": "gpu[07-08]",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_TASKS_PER_NODE": "2(x2)",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_JOB_NODELIST": "gpu[07-08]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
     "SLURM_NTASKS_PER_NODE": "2",
-}  # fmt: skip
+}
 # The shell of an sbatch script: SLURM_PROCID is there, but no step.
 BATCH_SHELL = {
-    "SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
-    "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_TASKS_PER_NODE": "2(x2)",
-}  # fmt: skip
+    "SLURM_JOB_ID": "77",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_JOB_NODELIST": "gpu[07-08]",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+}
 OPENMPI = {
-    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_MCA_ess_base_jobid": "1623261185",
-}  # fmt: skip
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_MCA_ess_base_jobid": "1623261185",
+}
 
 
 def numbers(ranks: Ranks) -> tuple[int, int, int, int]:
@@ -64,9 +84,15 @@ def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_shell_in_a_step_is_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
     """Told by its terminal: its variables reach jobs that are submitted there, too."""
-    one = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
-           "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "gpu07",
-           "SLURM_STEP_TASKS_PER_NODE": "1"}  # fmt: skip
+    one = {
+        **SLURM,
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_STEP_NODELIST": "gpu07",
+        "SLURM_STEP_TASKS_PER_NODE": "1",
+    }
     for env in (one, {**one, "SLURM_PTY_PORT": "43211"}):
         assert resolve(env).launcher == "slurm"
     monkeypatch.setattr("common.launch.ranks._has_terminal", lambda: True)
@@ -90,8 +116,13 @@ def test_ranks_that_a_shell_left_contradict_slurm(left: dict[str, str], says: st
 
 
 def test_ranks_exported_from_slurms_own_are_fine() -> None:
-    by_hand = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu07",
-               "MASTER_PORT": "4711"}  # fmt: skip
+    by_hand = {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "gpu07",
+        "MASTER_PORT": "4711",
+    }
     assert numbers(resolve({**SLURM, **by_hand})) == (3, 1, 4, 2)
     assert resolve({**SLURM, **by_hand}).master_port == 4711
     mpi = {**OPENMPI, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "4711"}
@@ -112,9 +143,15 @@ def test_srun_one_task_a_gpu() -> None:
 
 
 def test_srun_of_a_step_smaller_than_the_allocation_trusts_the_step() -> None:
-    step = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
-            "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1",
-            "SLURM_STEP_NODELIST": "gpu08"}  # fmt: skip
+    step = {
+        **SLURM,
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "1",
+        "SLURM_STEP_NODELIST": "gpu08",
+    }
     ranks = resolve(step)
     assert numbers(ranks) == (0, 0, 1, 1)
     assert ranks.master_addr == "gpu08"
@@ -134,12 +171,18 @@ def test_a_shell_of_the_job_is_no_task(step: str | None) -> None:
 def test_jobs_array_tasks_steps_and_restarts_have_ports_of_their_own() -> None:
     """Not only probably: no two of what can run side by side on one node."""
     ports = [
-        resolve({**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step),
-                 "SLURM_RESTART_COUNT": str(restart)}).master_port
+        resolve(
+            {
+                **SLURM,
+                "SLURM_JOB_ID": str(job),
+                "SLURM_STEP_ID": str(step),
+                "SLURM_RESTART_COUNT": str(restart),
+            }
+        ).master_port
         for job in range(14_900, 15_400)
         for step in range(3)
         for restart in range(3)
-    ]  # fmt: skip
+    ]
     assert len(set(ports)) == len(ports)
     assert all(15000 <= port < 30000 for port in ports)
 
@@ -194,8 +237,13 @@ def test_mpirun_on_one_host_and_on_several() -> None:
 
 
 def test_pmi() -> None:
-    hydra = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2",
-             "MASTER_PORT": "29400"}  # fmt: skip
+    hydra = {
+        "PMI_RANK": "1",
+        "PMI_SIZE": "2",
+        "MPI_LOCALRANKID": "1",
+        "MPI_LOCALNRANKS": "2",
+        "MASTER_PORT": "29400",
+    }
     assert numbers(resolve(hydra)) == (1, 1, 2, 2)
 
 

@@ -148,8 +148,9 @@ def piped(
     ranks: Ranks, schedule: str, micro_batches: int, copies: int
 ) -> tuple[float, dict[str, Tensor]]:
     """The loss, and the gradients of this rank's stage by their names in the whole model."""
-    mesh = init_device_mesh("cpu", (copies, ranks.world_size // copies),
-                            mesh_dim_names=("data", "stage"))  # fmt: skip
+    mesh = init_device_mesh(
+        "cpu", (copies, ranks.world_size // copies), mesh_dim_names=("data", "stage")
+    )
     model, (inputs, labels) = chain(), batch()
     pipe = Pipeline(
         parallel.cut(model, mesh.size(1), inputs[:1]), schedule, micro_batches, CPU, mesh
@@ -395,9 +396,14 @@ def test_options_that_cannot_work(
 def as_two_tasks(ranks: Ranks, name: str) -> tuple[int, str, str]:
     """main() as a launcher of two processes would start it."""
     with pytest.MonkeyPatch.context() as patch:
-        for variable, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"),
-                                ("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"),
-                                ("MASTER_PORT", "29400")):  # fmt: skip
+        for variable, value in (
+            ("RANK", "0"),
+            ("LOCAL_RANK", "0"),
+            ("WORLD_SIZE", "2"),
+            ("LOCAL_WORLD_SIZE", "2"),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", "29400"),
+        ):
             patch.setenv(variable, value)
         return call_main(ranks, name, [])
 
@@ -411,8 +417,20 @@ def test_one_process_is_not_started_twice(pool: Pool) -> None:
 
 def test_a_budget_is_kept_where_the_system_allows_no_more(recipe: Recipe) -> None:
     """A limit on the process (RLIMIT_DATA) under which the plain run dies, and auto trains."""
-    options = ("--length", "1000", "--hidden-size", "96", "--global-batch-size", "128",
-               "--train-samples", "128", "--val-samples", "64", "--epochs", "1")  # fmt: skip
+    options = (
+        "--length",
+        "1000",
+        "--hidden-size",
+        "96",
+        "--global-batch-size",
+        "128",
+        "--train-samples",
+        "128",
+        "--val-samples",
+        "64",
+        "--epochs",
+        "1",
+    )
     budget = 150_000_000
 
     def limited(folder: str, *more: str) -> Any:
@@ -516,8 +534,9 @@ def assert_record(folder: Path) -> None:
 
 
 def test_compare_writes_a_table_and_a_figure(recipe: Recipe) -> None:
-    result = recipe("tune_loader", "--compare", "--compare-rounds", "1", "--max-workers", "1",
-                    "--samples", "64").assert_ok()  # fmt: skip
+    result = recipe(
+        "tune_loader", "--compare", "--compare-rounds", "1", "--max-workers", "1", "--samples", "64"
+    ).assert_ok()
     assert "loading processes" in result.stdout
     found = json.loads((result.folder / "comparison.json").read_text())
     assert [row[1] for row in found["tables"][0]["rows"]] == [0, 1]
@@ -547,8 +566,17 @@ def test_the_same_command_after_a_crash_before_the_first_snapshot(
 @pytest.mark.slow
 def test_a_compiled_model_trains_alike_and_goes_on_to_the_bit(recipe: Recipe) -> None:
     """Its weights have the names of the model that was compiled."""
-    options = ("ddp_launch", "--nproc", "2", "--precision", "fp64", "--log-every", "1",
-               "--epochs", "2")  # fmt: skip
+    options = (
+        "ddp_launch",
+        "--nproc",
+        "2",
+        "--precision",
+        "fp64",
+        "--log-every",
+        "1",
+        "--epochs",
+        "2",
+    )
     usual = recipe(*options, folder="usual").assert_ok()
     whole = recipe(*options, "--compile", folder="whole").assert_ok()
     assert whole.losses == pytest.approx(usual.losses, rel=1e-9)
@@ -557,8 +585,16 @@ def test_a_compiled_model_trains_alike_and_goes_on_to_the_bit(recipe: Recipe) ->
     assert names[0] == names[1]
     recipe(*options, "--compile", "--max-steps", "17", folder="cut").assert_ok()
     assert recipe(*options, "--compile", folder="cut").assert_ok().sha == whole.sha
-    shards = ("ddp_launch", "--virtual-ranks", "2", "--compile", "--dropout", "0.3",
-              "--epochs", "1")  # fmt: skip
+    shards = (
+        "ddp_launch",
+        "--virtual-ranks",
+        "2",
+        "--compile",
+        "--dropout",
+        "0.3",
+        "--epochs",
+        "1",
+    )
     on = [recipe(*shards, "--nproc", n, folder=f"on {n}").assert_ok().sha for n in ("1", "2")]
     assert on[0] == on[1]
 
@@ -586,15 +622,26 @@ def test_every_comparison(recipe: Recipe, name: str, options: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "reaches"),
-    [("dp_resnet50", 0.93), ("dp_scratch", 0.97), ("model_parallel_toy", 0.95),
-     ("checkpoint_rnn", 0.6), ("tune_loader", None)],
-)  # fmt: skip
+    [
+        ("dp_resnet50", 0.93),
+        ("dp_scratch", 0.97),
+        ("model_parallel_toy", 0.95),
+        ("checkpoint_rnn", 0.6),
+        ("tune_loader", None),
+    ],
+)
 def test_make_run_with_its_defaults(recipe: Recipe, name: str, reaches: float | None) -> None:
     folder = recipe.tmp_path / "run"
     process = recipe.start(
-        "make", "-s", "-C", ROOT, "run", f"RECIPE={name}", f"PYTHON={sys.executable}",
+        "make",
+        "-s",
+        "-C",
+        ROOT,
+        "run",
+        f"RECIPE={name}",
+        f"PYTHON={sys.executable}",
         f"ARGS=--output-dir {folder}",
-    )  # fmt: skip
+    )
     result = recipe.finish(process, folder, 280).assert_ok()
     if reaches is None:
         assert "recommended: --num-workers" in result.stdout

@@ -29,9 +29,15 @@ def again(recipe: Recipe, run: Path, *options: str) -> Result:
     need("make")
     folder = recipe.tmp_path / "again"
     process = recipe.start(
-        "make", "--no-print-directory", "-C", ROOT, "reproduce", f"PYTHON={sys.executable}",
-        f"RUN={run}", f"ARGS={' '.join(options)} --output-dir {folder}",
-    )  # fmt: skip
+        "make",
+        "--no-print-directory",
+        "-C",
+        ROOT,
+        "reproduce",
+        f"PYTHON={sys.executable}",
+        f"RUN={run}",
+        f"ARGS={' '.join(options)} --output-dir {folder}",
+    )
     result = recipe.finish(process, folder)
     assert not result.errors, result.stderr
     return result
@@ -58,13 +64,14 @@ def test_a_run_made_again_is_identical(recipe: Recipe, recorded: Path) -> None:
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "seed": (lambda manifest: manifest.update(seed=7), "seed (0, now 7)"),
     "threads": (
-        lambda manifest: manifest["determinism"].update(cpu_threads=2), "cpu_threads (1, now 2)",
+        lambda manifest: manifest["determinism"].update(cpu_threads=2),
+        "cpu_threads (1, now 2)",
     ),
     "learning rate": (
         lambda manifest: manifest.update(command=f"{manifest['command']} --lr 0.2"),
         "lr (0.1, now 0.2)",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -90,8 +97,14 @@ def run_of(
     folder: str, losses: dict[int, float], sha: str = "a", **more: Any
 ) -> reproduce.Recorded:
     """A run as it is read from its folder."""
-    manifest = {"command": f"python -m recipes x {folder}", "seed": 0, "world_size": 1, "cpu": "A",
-                "determinism": {"cpu_threads": 1}, **more.get("manifest", {})}  # fmt: skip
+    manifest = {
+        "command": f"python -m recipes x {folder}",
+        "seed": 0,
+        "world_size": 1,
+        "cpu": "A",
+        "determinism": {"cpu_threads": 1},
+        **more.get("manifest", {}),
+    }
     options = {"lr": 0.1, "output_dir": folder, "num_workers": 0, **more.get("options", {})}
     summary = {"recipe": "x", "weights_sha256": sha}
     return reproduce.Recorded(Path(folder), manifest, options, summary, losses)
@@ -119,14 +132,28 @@ def test_verdicts() -> None:
 
 @pytest.mark.parametrize(
     "typed",
-    ["python -m recipes x --nproc 4 --lr 0.1 --output-dir 'a b' --name x",
-     "python -P -m recipes.x.train --lr 0.1 --output_dir=c --name x --nnodes 2 --node-rank=1",
-     "python recipes/x/train.py --seed 3 --lr 0.1 --resume auto --name x"],
-)  # fmt: skip
+    [
+        "python -m recipes x --nproc 4 --lr 0.1 --output-dir 'a b' --name x",
+        "python -P -m recipes.x.train --lr 0.1 --output_dir=c --name x --nnodes 2 --node-rank=1",
+        "python recipes/x/train.py --seed 3 --lr 0.1 --resume auto --name x",
+    ],
+)
 def test_the_command_again(typed: str) -> None:
     run = run_of("one", {}, manifest={"command": typed, "world_size": 4})
-    common = ["--lr", "0.1", "--name", "x", "--seed", "0", "--cpu-threads", "1",
-              "--output-dir", "new", "--resume", "never"]  # fmt: skip
+    common = [
+        "--lr",
+        "0.1",
+        "--name",
+        "x",
+        "--seed",
+        "0",
+        "--cpu-threads",
+        "1",
+        "--output-dir",
+        "new",
+        "--resume",
+        "never",
+    ]
     folder = Path("new")
     assert reproduce.command_again(run, "ranks", None, folder) == ["x", "--nproc", "4", *common]
     assert reproduce.command_again(run, "ranks", 2, folder) == ["x", "--nproc", "2", *common]

@@ -36,8 +36,20 @@ def two_hosts() -> Iterator[list[str]]:
         for name in names:
             ip("netns", "add", name)
             ip("-n", name, "link", "set", "lo", "up")
-        ip("link", "add", "eth0", "netns", names[0], "type", "veth",
-           "peer", "name", "eth0", "netns", names[1])  # fmt: skip
+        ip(
+            "link",
+            "add",
+            "eth0",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            names[1],
+        )
         for name, address in zip(names, ADDRESSES, strict=True):
             ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
@@ -55,9 +67,20 @@ def on_both(
     for node, host in enumerate(hosts):
         extra = options[node].split() if len(options) == 2 else []
         command = recipe.command(
-            "ddp_launch", "--nproc", "1", "--nnodes", "2", "--node-rank", str(node),
-            "--master-addr", address, "--master-port", "29500", *OPTIONS, *extra,
-        )  # fmt: skip
+            "ddp_launch",
+            "--nproc",
+            "1",
+            "--nnodes",
+            "2",
+            "--node-rank",
+            str(node),
+            "--master-addr",
+            address,
+            "--master-port",
+            "29500",
+            *OPTIONS,
+            *extra,
+        )
         processes.append(recipe.start(*host, *command))
     return [recipe.finish(process, recipe.tmp_path / "run", 60) for process in processes]
 
@@ -71,13 +94,28 @@ def test_by_hand_and_by_torchrun(recipe: Recipe, hosts: list[list[str]]) -> None
     assert second.stdout == "", "only rank 0 talks"
     processes = [
         recipe.start(
-            *host, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1",
-            "--nnodes", "2", "--node-rank", str(node), "--master-addr", ADDRESSES[0],
-            "--master-port", "29500", "-m", "recipes.ddp_launch.train", *OPTIONS,
-            "--output-dir", recipe.tmp_path / "torchrun",
+            *host,
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "1",
+            "--nnodes",
+            "2",
+            "--node-rank",
+            str(node),
+            "--master-addr",
+            ADDRESSES[0],
+            "--master-port",
+            "29500",
+            "-m",
+            "recipes.ddp_launch.train",
+            *OPTIONS,
+            "--output-dir",
+            recipe.tmp_path / "torchrun",
         )
         for node, host in enumerate(hosts)
-    ]  # fmt: skip
+    ]
     for process in processes:
         result = recipe.finish(process, recipe.tmp_path / "torchrun", 60).assert_ok()
     assert result.sha == alone.sha
@@ -109,9 +147,20 @@ def test_nothing_listens_on_every_interface(recipe: Recipe, hosts: list[list[str
     """Neither the store, which asks nobody who he is, nor the ranks' own sockets."""
     for node, host in enumerate(hosts):
         command = recipe.command(
-            "ddp_launch", "--nproc", "1", "--nnodes", "2", "--node-rank", str(node),
-            "--master-addr", ADDRESSES[0], "--master-port", "29500", "--epochs", "500",
-        )  # fmt: skip
+            "ddp_launch",
+            "--nproc",
+            "1",
+            "--nnodes",
+            "2",
+            "--node-rank",
+            str(node),
+            "--master-addr",
+            ADDRESSES[0],
+            "--master-port",
+            "29500",
+            "--epochs",
+            "500",
+        )
         recipe.start(*host, *command)
     wait_for(lambda: list((recipe.tmp_path / "run").glob("snapshots/*.pt")))
     for address, host in zip(ADDRESSES, hosts, strict=True):

@@ -21,9 +21,15 @@ LATE = RuntimeError("Timed out waiting 6000ms for recv operation to complete")
 def said(rank: int, error: Exception | str, time_s: float = 0.0) -> dict[str, Any]:
     """What a rank leaves."""
     known = error if isinstance(error, Exception) else ValueError(error)
-    return {"rank": rank, "time": time_s, "line": f"error: rank {rank}: {error}", "traceback": "",
-            "status": 1, "follows": hints.follows(known),
-            "timed_out": hints.timed_out(known)}  # fmt: skip
+    return {
+        "rank": rank,
+        "time": time_s,
+        "line": f"error: rank {rank}: {error}",
+        "traceback": "",
+        "status": 1,
+        "follows": hints.follows(known),
+        "timed_out": hints.timed_out(known),
+    }
 
 
 @pytest.mark.parametrize(

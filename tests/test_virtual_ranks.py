@@ -98,12 +98,16 @@ def test_it_is_the_tree_that_makes_it_so(pool: Pool, tmp_path: Path) -> None:
 def test_the_same_bits_in_every_precision(pool: Pool, tmp_path: Path, precision: str) -> None:
     runs = [
         training(
-            pool, world_size, tmp_path / str(world_size), model=TRICKY["model"],
-            parallel={"virtual_ranks": 2}, optimizer={"max_steps": 6},
+            pool,
+            world_size,
+            tmp_path / str(world_size),
+            model=TRICKY["model"],
+            parallel={"virtual_ranks": 2},
+            optimizer={"max_steps": 6},
             run={"precision": precision, "log_every": 1},
         )
         for world_size in (1, 2)
-    ]  # fmt: skip
+    ]
     assert_same_bits(runs[1], runs[0])
 
 
@@ -111,11 +115,15 @@ def test_no_gradient_is_lost_or_counted_twice(pool: Pool, tmp_path: Path) -> Non
     fp64 = {"precision": "fp64", "log_every": 1}
     runs = [
         training(
-            pool, 2, tmp_path / str(shards), run=fp64, optimizer={"epochs": 1},
+            pool,
+            2,
+            tmp_path / str(shards),
+            run=fp64,
+            optimizer={"epochs": 1},
             parallel={"virtual_ranks": shards},
         )
         for shards in (0, 2, 8)
-    ]  # fmt: skip
+    ]
     assert runs[1].losses == runs[0].losses, "two ranks have one way to be added"
     assert runs[2].losses == pytest.approx(runs[0].losses, rel=1e-9), "GroupNorm sees one sample"
 
@@ -123,12 +131,16 @@ def test_no_gradient_is_lost_or_counted_twice(pool: Pool, tmp_path: Path) -> Non
 def test_the_same_bits_with_frozen_layers(pool: Pool, tmp_path: Path) -> None:
     runs = [
         training(
-            pool, world_size, tmp_path / str(world_size), parallel={"virtual_ranks": 4},
-            model={"norm": "batch", "freeze_layers": True}, optimizer={"max_steps": 6},
+            pool,
+            world_size,
+            tmp_path / str(world_size),
+            parallel={"virtual_ranks": 4},
+            model={"norm": "batch", "freeze_layers": True},
+            optimizer={"max_steps": 6},
             run={"log_every": 1},
         )
         for world_size in (1, 2)
-    ]  # fmt: skip
+    ]
     assert_same_bits(runs[1], runs[0])
 
 
@@ -159,9 +171,12 @@ def test_shards_that_cannot_be(
 ) -> None:
     with pytest.raises(InputError, match=says):
         training(
-            pool, world_size, tmp_path / "run", optimizer={"global_batch_size": batch},
+            pool,
+            world_size,
+            tmp_path / "run",
+            optimizer={"global_batch_size": batch},
             parallel={"virtual_ranks": shards},
-        )  # fmt: skip
+        )
 
 
 def as_options(options: dict[str, dict[str, Any]]) -> list[str]:
@@ -174,8 +189,18 @@ def test_through_the_command_line(recipe: Recipe, reference: Result) -> None:
     assert_same_bits(result.assert_ok(), reference)
 
 
-RESNET = ("--model", "resnet18", "--lr", "0.02", "--epochs", "3", "--log-every", "1",
-          "--virtual-ranks", "4")  # fmt: skip
+RESNET = (
+    "--model",
+    "resnet18",
+    "--lr",
+    "0.02",
+    "--epochs",
+    "3",
+    "--log-every",
+    "1",
+    "--virtual-ranks",
+    "4",
+)
 
 
 @pytest.mark.slow
@@ -189,8 +214,9 @@ def test_resnet18_killed_on_four_goes_on_with_two_and_then_one(recipe: Recipe) -
     every = ("--snapshot-every", "3")
     cut = recipe.tmp_path / "cut"
     for processes, until in (("4", 6), ("2", 21)):  # of 14 an epoch
-        process = recipe.start(*recipe.command("ddp_launch", "--nproc", processes, *RESNET, *every,
-                                               folder="cut"))  # fmt: skip
+        process = recipe.start(
+            *recipe.command("ddp_launch", "--nproc", processes, *RESNET, *every, folder="cut")
+        )
         wait_for(lambda: list(cut.glob(f"snapshots/step_{until:08d}*.pt")))  # noqa: B023 - now
         process.kill()
         assert recipe.finish(process, cut).status == -signal.SIGKILL

@@ -104,8 +104,11 @@ def devices(where: Where) -> Iterator[Finding]:
         name = torch.cuda.get_device_name(number)
         found = f"cuda:{number} {name}, {free / _GIB:.0f} of {total / _GIB:.0f} GiB free"
         if free < total / 2:
-            yield warning("devices", found, "another process is on it (nvidia-smi): choose others "
-                          "by CUDA_VISIBLE_DEVICES")  # fmt: skip
+            yield warning(
+                "devices",
+                found,
+                "another process is on it (nvidia-smi): choose others by CUDA_VISIBLE_DEVICES",
+            )
         else:
             yield ok("devices", found)
     apart = [
@@ -115,9 +118,12 @@ def devices(where: Where) -> Iterator[Finding]:
         if not torch.cuda.can_device_access_peer(a, b)
     ]
     if apart:
-        yield warning("devices", f"no peer access between GPUs {', '.join(apart)}",
-                      "NCCL copies through host memory: allow peer access (IOMMU, ACS, container "
-                      "settings), or expect less bandwidth")  # fmt: skip
+        yield warning(
+            "devices",
+            f"no peer access between GPUs {', '.join(apart)}",
+            "NCCL copies through host memory: allow peer access (IOMMU, ACS, container "
+            "settings), or expect less bandwidth",
+        )
     elif count > 1:
         yield ok("devices", "every GPU reaches the memory of the others")
 
@@ -140,11 +146,18 @@ def software(where: Where) -> Iterator[Finding]:
     found = stack.running_versions()
     words = ", ".join(f"{part} {number}" for part, number in found.items())
     if not name:
-        yield warning("software", f"of no stack of this project: {words}",
-                      "results may differ from those of the locked versions")  # fmt: skip
+        yield warning(
+            "software",
+            f"of no stack of this project: {words}",
+            "results may differ from those of the locked versions",
+        )
     elif wrong := stack.differences(name, found) + stack.strangers():
-        yield stops("software", "; ".join(wrong), "take out what was added to the environment "
-                    "(LD_PRELOAD, LD_LIBRARY_PATH, pip), or make it anew")  # fmt: skip
+        yield stops(
+            "software",
+            "; ".join(wrong),
+            "take out what was added to the environment "
+            "(LD_PRELOAD, LD_LIBRARY_PATH, pip), or make it anew",
+        )
     else:
         yield ok("software", f"stack {name}: {words}")
 
@@ -163,36 +176,54 @@ def network(where: Where) -> Iterator[Finding]:
         names_it = not wanted.startswith("^")  # else it names what is not to be taken
         for name in filter(None, wanted.lstrip("=").split(",")) if names_it else ():
             if not any(n == name if exact else n.startswith(name) for n in names):
-                yield error("network", f"{variable} names {name}, which this host lacks",
-                            f"take one of {', '.join(names)}")  # fmt: skip
+                yield error(
+                    "network",
+                    f"{variable} names {name}, which this host lacks",
+                    f"take one of {', '.join(names)}",
+                )
     if towards is None:
-        yield warning("network", f"no way to other hosts (interfaces: {', '.join(names)})",
-                      "well on one host; for several, connect them")  # fmt: skip
+        yield warning(
+            "network",
+            f"no way to other hosts (interfaces: {', '.join(names)})",
+            "well on one host; for several, connect them",
+        )
     else:
         gloo = os.environ.get("GLOO_SOCKET_IFNAME", "it")
-        yield ok("network", f"{towards} leads to other hosts; gloo takes {gloo} for several hosts, "
-                 f"NCCL what NCCL_SOCKET_IFNAME names (of {', '.join(names)})")  # fmt: skip
+        yield ok(
+            "network",
+            f"{towards} leads to other hosts; gloo takes {gloo} for several hosts, "
+            f"NCCL what NCCL_SOCKET_IFNAME names (of {', '.join(names)})",
+        )
     host = socket.gethostname()
     try:
         own = socket.getaddrinfo(host, None)[0][4][0]
         yield ok("network", f"host name {host} resolves to {own}")
     except OSError:
-        yield warning("network", f"host name {host} does not resolve",
-                      "well here; other software, MPI for one, needs it in /etc/hosts")  # fmt: skip
+        yield warning(
+            "network",
+            f"host name {host} does not resolve",
+            "well here; other software, MPI for one, needs it in /etc/hosts",
+        )
     if given := os.environ.get("MASTER_ADDR"):
         try:
             socket.getaddrinfo(given, None)
             yield ok("network", f"MASTER_ADDR {given} resolves")
         except OSError:
-            yield error("network", f"MASTER_ADDR {given!r} does not resolve",
-                        "give rank 0's host by an address that every host knows")  # fmt: skip
+            yield error(
+                "network",
+                f"MASTER_ADDR {given!r} does not resolve",
+                "give rank 0's host by an address that every host knows",
+            )
     port = int(os.environ.get("MASTER_PORT", 0)) if where.ranks.launcher == "none" else 0
     try:
         socket.create_server(("", port)).close()
         yield ok("network", f"port {port} is free" if port else "there are free ports")
     except OSError as taken:
-        yield error("network", f"port {port} cannot be taken: {taken.strerror}",
-                    "give another MASTER_PORT, or none on one host")  # fmt: skip
+        yield error(
+            "network",
+            f"port {port} cannot be taken: {taken.strerror}",
+            "give another MASTER_PORT, or none on one host",
+        )
 
 
 def shared_memory(where: Where) -> Iterator[Finding]:
@@ -216,8 +247,11 @@ def limits(where: Where) -> Iterator[Finding]:
     """Open files, and memory that a network card may pin."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < 1024:
-        yield warning("limits", f"{files} open files a process", "ulimit -n 65536: sockets to "
-                      "every rank and loading processes' batches count")  # fmt: skip
+        yield warning(
+            "limits",
+            f"{files} open files a process",
+            "ulimit -n 65536: sockets to every rank and loading processes' batches count",
+        )
     else:
         yield ok("limits", f"{files} open files a process")
     cards = Path("/sys/class/infiniband")
@@ -226,9 +260,12 @@ def limits(where: Where) -> Iterator[Finding]:
         if locked == resource.RLIM_INFINITY:
             yield ok("limits", "InfiniBand may lock as much memory as it needs")
         else:
-            yield warning("limits", f"InfiniBand cards, but only {locked // 1024} KiB of locked "
-                          "memory", "ulimit -l unlimited; docker: --ulimit memlock=-1; Slurm: "
-                          "PropagateResourceLimitsExcept=MEMLOCK")  # fmt: skip
+            yield warning(
+                "limits",
+                f"InfiniBand cards, but only {locked // 1024} KiB of locked memory",
+                "ulimit -l unlimited; docker: --ulimit memlock=-1; Slurm: "
+                "PropagateResourceLimitsExcept=MEMLOCK",
+            )
 
 
 def cores(where: Where) -> Iterator[Finding]:
@@ -241,11 +278,18 @@ def cores(where: Where) -> Iterator[Finding]:
     found = f"{usable} of {os.cpu_count()} cores for {ranks_here} processes of one thread each"
     quota = next((share for share in cpu_quotas() if share < usable), None)
     if quota is not None:
-        yield warning("cores", f"the container or job may use {quota:g} cores' time of {usable}",
-                      "docker: --cpus; Slurm: --cpus-per-task; or start fewer")  # fmt: skip
+        yield warning(
+            "cores",
+            f"the container or job may use {quota:g} cores' time of {usable}",
+            "docker: --cpus; Slurm: --cpus-per-task; or start fewer",
+        )
     if usable < ranks_here:
-        yield warning("cores", found, "they share cores: start fewer by --nproc, or ask for more "
-                      "(Slurm: --cpus-per-task; taskset)")  # fmt: skip
+        yield warning(
+            "cores",
+            found,
+            "they share cores: start fewer by --nproc, or ask for more "
+            "(Slurm: --cpus-per-task; taskset)",
+        )
     else:
         yield ok("cores", found)
 
@@ -257,8 +301,11 @@ def memory(where: Where) -> Iterator[Finding]:
     for limit in control_group_limits("memory.max"):
         free = min(free, int(limit.split()[0]))
     if free < 2 * _GIB:
-        yield warning("memory", f"{free / _GIB:.1f} GiB available",
-                      "a process takes about 0.7 GiB before its data: start fewer")  # fmt: skip
+        yield warning(
+            "memory",
+            f"{free / _GIB:.1f} GiB available",
+            "a process takes about 0.7 GiB before its data: start fewer",
+        )
     else:
         yield ok("memory", f"{free / _GIB:.0f} GiB available")
 
@@ -281,16 +328,22 @@ def run_folder(where: Where) -> Iterator[Finding]:
             new.rename(old)
             whole = reader.read() == b"old" and old.stat().st_size == _TRIAL_BYTES
     except OSError as failed:
-        yield error("run folder", f"{folder}: {failed.strerror}",
-                    "give another --output-dir, with room and the right to write")  # fmt: skip
+        yield error(
+            "run folder",
+            f"{folder}: {failed.strerror}",
+            "give another --output-dir, with room and the right to write",
+        )
         return
     finally:
         for path in (new, old):
             with contextlib.suppress(OSError):
                 path.unlink()
     if not whole:
-        yield error("run folder", f"{folder}: a rename is not atomic there",
-                    "snapshots could be torn: give one on another file system")  # fmt: skip
+        yield error(
+            "run folder",
+            f"{folder}: a rename is not atomic there",
+            "snapshots could be torn: give one on another file system",
+        )
     free = shutil.disk_usage(folder).free
     found = f"{folder}: {speed / _MIB:,.0f} MiB/s to the disk, {free / _GIB:,.1f} GiB free"
     if free < _GIB:
@@ -305,12 +358,18 @@ def clock(where: Where) -> Iterator[Finding]:
     now_s = time.time()
     if now_s < newest - 86400:
         today = time.strftime("%Y-%m-%d", time.gmtime(now_s))
-        yield error("clock", f"it is {today}, before this code was written",
-                    "set it (chronyc makestep): https and run names need it")  # fmt: skip
+        yield error(
+            "clock",
+            f"it is {today}, before this code was written",
+            "set it (chronyc makestep): https and run names need it",
+        )
         return
     if ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512)) not in range(5):  # adjtimex(2)
-        yield warning("clock", "no time server keeps it right", "well on one host; on several, run "
-                      "chronyd or ntpd, so that logs can be put in order")  # fmt: skip
+        yield warning(
+            "clock",
+            "no time server keeps it right",
+            "well on one host; on several, run chronyd or ntpd, so that logs can be put in order",
+        )
     else:
         yield ok("clock", "a time server keeps it right")
 
@@ -320,8 +379,10 @@ def place(where: Where) -> Iterator[Finding]:
     ranks = where.ranks
     facts = [f"host {socket.gethostname()}", f"Python {sys.version.split()[0]}"]
     if job := os.environ.get("SLURM_JOB_ID"):
-        facts.append(f"Slurm job {job}, {os.environ.get('SLURM_JOB_NUM_NODES', '?')} nodes, "
-                     f"{os.environ.get('SLURM_NTASKS', '?')} tasks")  # fmt: skip
+        facts.append(
+            f"Slurm job {job}, {os.environ.get('SLURM_JOB_NUM_NODES', '?')} nodes, "
+            f"{os.environ.get('SLURM_NTASKS', '?')} tasks"
+        )
     if os.environ.get("RECIPES_STACK") or Path("/.dockerenv").exists():
         facts.append("in a container")
     if ranks.launcher != "none":
@@ -330,8 +391,17 @@ def place(where: Where) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[Where], Iterator[Finding]], ...] = (
-    place, software, devices, network, shared_memory, limits, cores, memory, run_folder, clock,
-)  # fmt: skip
+    place,
+    software,
+    devices,
+    network,
+    shared_memory,
+    limits,
+    cores,
+    memory,
+    run_folder,
+    clock,
+)
 
 
 def examine(where: Where) -> list[Finding]:
@@ -354,17 +424,30 @@ def all_reduce(nproc: int | None) -> Finding:
 
     with tempfile.TemporaryDirectory() as folder:
         recipe = f"{ROOT}/recipes/check_network/train.py"  # found whatever PYTHONPATH says
-        command = [sys.executable, "-P", recipe, "--largest", "8",
-                   "--output-dir", folder, *(["--nproc", str(nproc)] if nproc else [])]  # fmt: skip
+        command = [
+            sys.executable,
+            "-P",
+            recipe,
+            "--largest",
+            "8",
+            "--output-dir",
+            folder,
+            *(["--nproc", str(nproc)] if nproc else []),
+        ]
         done = subprocess.run(
-            command, capture_output=True, text=True, preexec_fn=end_with_parent,
+            command,
+            capture_output=True,
+            text=True,
+            preexec_fn=end_with_parent,
             env=fresh_environment() if nproc else None,
-        )  # fmt: skip
+        )
         measured = Path(folder, "network.json")  # by rank 0
         rows = json.loads(measured.read_text())["all_reduce"] if measured.exists() else []
     if done.returncode == 0:
-        speeds = [f"{row['bus_bytes_per_s'] / _MIB:,.0f} MiB/s at {row['bytes'] / _MIB:.0f} MiB"
-                  for row in rows]  # fmt: skip
+        speeds = [
+            f"{row['bus_bytes_per_s'] / _MIB:,.0f} MiB/s at {row['bytes'] / _MIB:.0f} MiB"
+            for row in rows
+        ]
         return ok("all-reduce", f"every rank met the others; bus bandwidth {', '.join(speeds)}")
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     said = lines[0].removeprefix("error: ") if lines else f"status {done.returncode}"
@@ -410,8 +493,13 @@ def main(arguments: Sequence[str]) -> int:
     """Run from a command line; returns the exit status."""
     parser = Parser("doctor", __doc__)
     parser.add_argument("--json", action="store_true", help="a list of findings as JSON")
-    parser.add_argument("--nproc", type=int, help="processes: how cores are shared, and a real "
-                        "all-reduce over them")  # fmt: skip
-    parser.add_argument("--output-dir", type=Path, default=Path("runs"),
-                        help="where runs are to be written; default %(default)s")  # fmt: skip
+    parser.add_argument(
+        "--nproc", type=int, help="processes: how cores are shared, and a real all-reduce over them"
+    )
+    parser.add_argument(
+        "--output-dir",
+        type=Path,
+        default=Path("runs"),
+        help="where runs are to be written; default %(default)s",
+    )
     return attempt(lambda: doctor(parser.parse_args(list(arguments))))

@@ -38,8 +38,17 @@ from common.run.options import FREE
 # What is not the same run's affair, and what decides a number although a resume may change it.
 _OPTIONS_APART = FREE - {"global_batch_size"}
 _MANIFEST_APART = {"command", "seed"}  # the seed is an option
-_OURS = ("--output-dir", "--resume", "--nproc", "--nnodes", "--node-rank", "--master-addr",
-         "--master-port", "--seed", "--cpu-threads")  # fmt: skip
+_OURS = (
+    "--output-dir",
+    "--resume",
+    "--nproc",
+    "--nnodes",
+    "--node-rank",
+    "--master-addr",
+    "--master-port",
+    "--seed",
+    "--cpu-threads",
+)
 
 
 @dataclass(frozen=True)
@@ -92,8 +101,10 @@ def command_again(run: Recorded, launched: str, nproc: int | None, folder: Path)
         if word == name or re.search(rf"(^|/)recipes[./]{name}[./]train(\.py)?$", word)
     ]
     if not begins:
-        raise InputError(f"{run.folder} cannot be run again by {manifest['command']}: start it as "
-                         "it was started, and give --against")  # fmt: skip
+        raise InputError(
+            f"{run.folder} cannot be run again by {manifest['command']}: start it as "
+            "it was started, and give --against"
+        )
     rest, words = [], words[begins[0] :]
     while words:
         option, _, value = words.pop(0).partition("=")
@@ -105,8 +116,19 @@ def command_again(run: Recorded, launched: str, nproc: int | None, folder: Path)
     ranks = (
         ["--nproc", str(nproc or manifest["world_size"])] if launched in ("ranks", "spawn") else []
     )
-    return [name, *ranks, *rest, "--seed", str(manifest["seed"]), "--cpu-threads", str(threads),
-            "--output-dir", str(folder), "--resume", "never"]  # fmt: skip
+    return [
+        name,
+        *ranks,
+        *rest,
+        "--seed",
+        str(manifest["seed"]),
+        "--cpu-threads",
+        str(threads),
+        "--output-dir",
+        str(folder),
+        "--resume",
+        "never",
+    ]
 
 
 def differences(one: dict[str, Any], two: dict[str, Any], apart: set[str]) -> dict[str, list[Any]]:
@@ -154,8 +176,10 @@ def compare(one: Recorded, two: Recorded, tolerance: float) -> dict[str, Any]:
     if same_weights and not differ:
         verdict = "identical"
     elif not options and apart[worst] <= tolerance:
-        verdict = (f"equal within {tolerance:g}: the losses differ by {apart[worst]:.1e} of their "
-                   f"value at most (step {worst}), the weights in their last bits")  # fmt: skip
+        verdict = (
+            f"equal within {tolerance:g}: the losses differ by {apart[worst]:.1e} of their "
+            f"value at most (step {worst}), the weights in their last bits"
+        )
     elif first is None:
         verdict = f"different after step {steps[-1]}, the last that was logged"
     else:
@@ -183,13 +207,17 @@ def causes(result: dict[str, Any]) -> str:
     first = ["data_fingerprint", *result["options"], "world_size", "torch", "gpus", "cpu", "cuda"]
     order = [name for name in dict.fromkeys([*first, *both]) if name in both]
     if not order:
-        return ("nothing that is recorded differs: an operation that is not deterministic "
-                "(--no-deterministic?), or a cause outside the manifest")  # fmt: skip
+        return (
+            "nothing that is recorded differs: an operation that is not deterministic "
+            "(--no-deterministic?), or a cause outside the manifest"
+        )
     shown = [f"{name} ({_word(both[name][0])}, now {_word(both[name][1])})" for name in order[:4]]
     why = f"likely cause: {', then '.join(shown)}"
     if order[0] == "world_size":
-        why += ("; with the number of processes, sums, BatchNorm and dropout change, except with "
-                "--virtual-ranks")  # fmt: skip
+        why += (
+            "; with the number of processes, sums, BatchNorm and dropout change, except with "
+            "--virtual-ranks"
+        )
     return why
 
 
@@ -234,8 +262,11 @@ def reproduce(given: argparse.Namespace) -> int:
         launched = recipes()[one.summary["recipe"]][1]
         arguments = command_again(one, launched, given.nproc, folder / "run")
         print(f"$ {shlex.join(['python', '-m', 'recipes', *arguments])}", flush=True)
-        done = subprocess.run([sys.executable, "-P", "-m", "recipes", *arguments],
-                              env=fresh_environment(), preexec_fn=end_with_parent)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "recipes", *arguments],
+            env=fresh_environment(),
+            preexec_fn=end_with_parent,
+        )
         if done.returncode:
             return done.returncode  # it has said why
         two = read(folder / "run")
@@ -254,11 +285,19 @@ def main(arguments: Sequence[str]) -> int:
     """Run from a command line; returns the exit status."""
     parser = Parser("reproduce", __doc__)
     parser.add_argument("run", type=Path, help="folder of a finished run")
-    parser.add_argument("--against", type=Path, metavar="RUN2",
-                        help="a finished run to compare with, instead of training")  # fmt: skip
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="RUN2",
+        help="a finished run to compare with, instead of training",
+    )
     parser.add_argument("--nproc", type=int, help="processes; default: as many as were recorded")
-    parser.add_argument("--tolerance", type=float, default=1e-3,
-                        help="largest relative difference of a logged loss that counts as equal, "
-                             "where the options are the same; default %(default)s")  # fmt: skip
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-3,
+        help="largest relative difference of a logged loss that counts as equal, "
+        "where the options are the same; default %(default)s",
+    )
     parser.add_argument("--output-dir", type=Path, help="default: runs/reproduce/UTC-TIME")
     return attempt(lambda: reproduce(parser.parse_args(list(arguments))))

@@ -46,14 +46,41 @@ def command_of(name: str, task: Task) -> list[str]:
     """The command that a user of the contestant would type."""
     steps, save = str(task.steps), str(task.snapshot_after)
     if name not in MODULES:
-        return [sys.executable, "-m", "recipes", "ddp_launch", "--nproc", str(task.processes),
-                "--epochs", str(task.epochs), "--max-steps", steps, "--snapshot-every", save,
-                "--output-dir", str(task.folder)]  # fmt: skip
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(task.processes),
-                "-m"] if task.processes > 1 and NEEDS.get(name) != "lightning" else []  # fmt: skip
-    return [sys.executable, "-m", *torchrun, f"benchmarks.peers.{MODULES[name]}",
-            "--processes", str(task.processes), "--steps", steps, "--snapshot-after", save,
-            "--folder", str(task.folder)]  # fmt: skip
+        return [
+            sys.executable,
+            "-m",
+            "recipes",
+            "ddp_launch",
+            "--nproc",
+            str(task.processes),
+            "--epochs",
+            str(task.epochs),
+            "--max-steps",
+            steps,
+            "--snapshot-every",
+            save,
+            "--output-dir",
+            str(task.folder),
+        ]
+    torchrun = (
+        ["torch.distributed.run", "--standalone", "--nproc-per-node", str(task.processes), "-m"]
+        if task.processes > 1 and NEEDS.get(name) != "lightning"
+        else []
+    )
+    return [
+        sys.executable,
+        "-m",
+        *torchrun,
+        f"benchmarks.peers.{MODULES[name]}",
+        "--processes",
+        str(task.processes),
+        "--steps",
+        steps,
+        "--snapshot-after",
+        save,
+        "--folder",
+        str(task.folder),
+    ]
 
 
 def run_once(name: str, task: Task) -> dict[str, Any]:
@@ -68,9 +95,13 @@ def run_once(name: str, task: Task) -> dict[str, Any]:
     while True:
         started = time.time()
         done = subprocess.run(
-            command_of(name, task), env=environment, cwd=task.folder, capture_output=True,
-            text=True, preexec_fn=end_with_parent,
-        )  # fmt: skip
+            command_of(name, task),
+            env=environment,
+            cwd=task.folder,
+            capture_output=True,
+            text=True,
+            preexec_fn=end_with_parent,
+        )
         total_s = time.time() - started  # its processes have closed their output
         if "terminate called without an active exception" not in done.stderr or aborted == 3:
             break
@@ -132,19 +163,36 @@ def tables(runs: dict[str, dict[str, list[Any]]]) -> list[dict[str, Any]]:
         rows = []
         for name, own in by_name.items():
             ratios = relative(by_name, name)
-            rows.append([name, f"{median(own, 'start_up_s'):.2f}",
-                         f"{median(own, 'steps_per_s'):.1f}",
-                         "1" if name == first else spread(ratios),
-                         f"{1000 * median(own, 'snapshot_s'):.1f}",
-                         f"{1000 * median(own, 'boundary_s'):.1f}",
-                         mebibytes(median(own, "peak_bytes")), f"{median(own, 'total_s'):.1f}",
-                         f"{median(own, 'val_accuracy'):.3f}"])  # fmt: skip
-        columns = ["", "start-up [s]", "steps/s", f"over {first}'s (least to most)",
-                   "a snapshot [ms]", "between epochs [ms]", "peak memory of a rank",
-                   "whole command [s]", "val_accuracy"]  # fmt: skip
+            rows.append(
+                [
+                    name,
+                    f"{median(own, 'start_up_s'):.2f}",
+                    f"{median(own, 'steps_per_s'):.1f}",
+                    "1" if name == first else spread(ratios),
+                    f"{1000 * median(own, 'snapshot_s'):.1f}",
+                    f"{1000 * median(own, 'boundary_s'):.1f}",
+                    mebibytes(median(own, "peak_bytes")),
+                    f"{median(own, 'total_s'):.1f}",
+                    f"{median(own, 'val_accuracy'):.3f}",
+                ]
+            )
+        columns = [
+            "",
+            "start-up [s]",
+            "steps/s",
+            f"over {first}'s (least to most)",
+            "a snapshot [ms]",
+            "between epochs [ms]",
+            "peak memory of a rank",
+            "whole command [s]",
+            "val_accuracy",
+        ]
         aborts = {name: sum(run["aborted"] for run in own) for name, own in by_name.items()}
-        again = [f" {name} aborted at its end {count} times and was run again."
-                 for name, count in aborts.items() if count]  # fmt: skip
+        again = [
+            f" {name} aborted at its end {count} times and was run again."
+            for name, count in aborts.items()
+            if count
+        ]
         title = f"{in_words(n)}: medians of {rounds} round{'s' if rounds > 1 else ''}."
         title += "".join(again)
         found.append({"title": title, "columns": columns, "rows": rows})
@@ -161,13 +209,21 @@ def draw(result: dict[str, Any], path: Path) -> None:
                 numbers = relative(by_name, name), [run["start_up_s"] for run in own]
                 for axes, values in zip((speed, start_up), numbers, strict=True):
                     label = None if place else in_words(n)
-                    axes.plot(values, [place + shift] * len(values), f"{colour}o", alpha=0.5,
-                              label=label)  # fmt: skip
-                    axes.plot(statistics.median(values), place + shift, f"{colour}|",
-                              markersize=18, markeredgewidth=2.5)  # fmt: skip
+                    axes.plot(
+                        values, [place + shift] * len(values), f"{colour}o", alpha=0.5, label=label
+                    )
+                    axes.plot(
+                        statistics.median(values),
+                        place + shift,
+                        f"{colour}|",
+                        markersize=18,
+                        markeredgewidth=2.5,
+                    )
         first = names[0]
-        for axes, label in ((speed, f"steps/s over {first}'s of the same round"),
-                            (start_up, "start-up to the end of the first step [s]")):  # fmt: skip
+        for axes, label in (
+            (speed, f"steps/s over {first}'s of the same round"),
+            (start_up, "start-up to the end of the first step [s]"),
+        ):
             axes.set_yticks(range(len(names)), names)
             axes.invert_yaxis()
             axes.set_xlim(left=0)
@@ -193,25 +249,31 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--redraw", action="store_true")
     given = parser.parse_args(arguments)
     if given.rounds < 1 or given.steps < 2 * STEPS_PER_EPOCH or min(given.processes) < 1:
-        raise InputError("at least 1 round, 1 process and two epochs are needed: "
-                         f"--steps {2 * STEPS_PER_EPOCH}")  # fmt: skip
+        raise InputError(
+            f"at least 1 round, 1 process and two epochs are needed: --steps {2 * STEPS_PER_EPOCH}"
+        )
     folder: Path = given.output or HERE / "results"
     if not given.redraw:
         names = [name for name in CONTESTANTS if name in given.only]
         needed = sorted({NEEDS[name] for name in names if name in NEEDS})
         for name in names:
             if name in NEEDS and not find_spec(NEEDS[name]):
-                raise InputError(f"{name} needs {NEEDS[name]}: make bench-peers installs it, or "
-                                 "python -m pip install --require-hashes -r docker/stacks/cu132.txt"
-                                 " -r docker/stacks/peers.txt; or leave it out with --only"
-                                 )  # fmt: skip
+                raise InputError(
+                    f"{name} needs {NEEDS[name]}: make bench-peers installs it, or "
+                    "python -m pip install --require-hashes -r docker/stacks/cu132.txt"
+                    " -r docker/stacks/peers.txt; or leave it out with --only"
+                )
         start_s = time.monotonic()
         runs = measure(names, given.processes, given.steps, given.rounds)
-        about = {"command": shlex.join(["python", "-m", "benchmarks.peers", *arguments]),
-                 "elapsed_s": round(time.monotonic() - start_s, 1), **describe_machine(),
-                 "gpu": None, "driver": None, "steps": given.steps,
-                 "libraries": {name: version(name) for name in needed}
-                 }  # fmt: skip
+        about = {
+            "command": shlex.join(["python", "-m", "benchmarks.peers", *arguments]),
+            "elapsed_s": round(time.monotonic() - start_s, 1),
+            **describe_machine(),
+            "gpu": None,
+            "driver": None,
+            "steps": given.steps,
+            "libraries": {name: version(name) for name in needed},
+        }
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "peers.json", {"about": about, "tables": tables(runs), "runs": runs})
     elif not (folder / "peers.json").exists():

@@ -56,8 +56,12 @@ def main() -> None:
                 if rank == 0:
                     print(f"step {step}: loss {mean.item():.4f}")
             if step == task.snapshot_after and rank == 0:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                         "schedule": schedule.state_dict(), "step": step}  # fmt: skip
+                state = {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "schedule": schedule.state_dict(),
+                    "step": step,
+                }
                 torch.save(state, task.folder / "snapshot.pt")
             if step == task.steps:
                 break

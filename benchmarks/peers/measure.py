@@ -69,9 +69,10 @@ def run_stamped(folder: Path, options: Sequence[str]) -> list[float]:
     """
     folder.mkdir()
     run_fresh(
-        "recipes", ["ddp_launch", *options, "--output-dir", folder / "run"],
+        "recipes",
+        ["ddp_launch", *options, "--output-dir", folder / "run"],
         instrumented(folder, CUDA_VISIBLE_DEVICES=""),
-    )  # fmt: skip
+    )
     stamps: list[float] = json.loads((folder / "rank_0.json").read_text())["stamps"]
     return stamps
 

@@ -209,9 +209,12 @@ def make_loader(
         # A stream's workers hold their own copy of the position, so each epoch starts them anew.
         return DataLoader(BatchStream(samples, batches), batch_size=None, **options)
     return DataLoader(
-        samples, batch_sampler=batches, collate_fn=_as_it_is, persistent_workers=num_workers > 0,
+        samples,
+        batch_sampler=batches,
+        collate_fn=_as_it_is,
+        persistent_workers=num_workers > 0,
         **options,
-    )  # fmt: skip
+    )
 
 
 def _as_it_is(batch: list[Tensor]) -> list[Tensor]:

@@ -148,8 +148,10 @@ def recommend(speeds: dict[int, float]) -> tuple[int, str]:
     elif chosen == best:
         why = f"the fastest, {ratio:.1f} times loading in the training process"
     else:
-        why = (f"{ratio:.1f} times loading in the training process; {best} would be "
-               f"{speeds[best] / speeds[chosen] - 1:.0%} faster, within noise")  # fmt: skip
+        why = (
+            f"{ratio:.1f} times loading in the training process; {best} would be "
+            f"{speeds[best] / speeds[chosen] - 1:.0%} faster, within noise"
+        )
     return chosen, why
 
 
@@ -182,8 +184,9 @@ def choose_num_workers(
         speeds: dict[int, float] = {}
         enough = list(batches) * -(-100 // len(batches))  # a small data set several times over
         for number in counts(cpu_cores):
-            own = samples_per_s(samples, enough, device, num_workers=number,
-                                pin_memory=pin_memory, limit_s=1.0)  # fmt: skip
+            own = samples_per_s(
+                samples, enough, device, num_workers=number, pin_memory=pin_memory, limit_s=1.0
+            )
             speeds[number] = min(gather(own))  # training waits for the slowest rank
             if number >= cpu_cores or done(speeds):
                 break

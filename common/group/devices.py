@@ -31,13 +31,17 @@ def choose_device(device: str, ranks: Ranks, visible_gpus: int | None = None) ->
     gpus = torch.cuda.device_count() if visible_gpus is None else visible_gpus
     if gpus == 0:
         if device == "auto" and slurm_gave_gpus():
-            raise InputError("Slurm gave this job GPUs, but torch sees none: check the driver "
-                             "(srun nvidia-smi) and that the environment is of a CUDA stack that "
-                             "it knows, or give --device cpu to train without")  # fmt: skip
+            raise InputError(
+                "Slurm gave this job GPUs, but torch sees none: check the driver "
+                "(srun nvidia-smi) and that the environment is of a CUDA stack that "
+                "it knows, or give --device cpu to train without"
+            )
         if device == "auto":
             return torch.device("cpu")
-        raise InputError("--device cuda, but this process sees no GPU: give --device cpu, or check "
-                         "the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES")  # fmt: skip
+        raise InputError(
+            "--device cuda, but this process sees no GPU: give --device cpu, or check "
+            "the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
+        )
     if gpus == 1:
         return torch.device("cuda", 0)
     if ranks.local_world_size > gpus:  # on every rank alike: none is left waiting for the others

@@ -11,8 +11,17 @@ from common.errors import InputError, TrainingError
 from common.launch.process import end_with_parent
 
 # What runs here is started by nobody but us, even where srun or torchrun started us.
-_OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "SLURM_",
-                  "OMPI_", "PMI", "RECIPES_")  # fmt: skip
+_OF_A_LAUNCHER = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_",
+    "SLURM_",
+    "OMPI_",
+    "PMI",
+    "RECIPES_",
+)
 
 
 def run_fresh(
@@ -30,9 +39,12 @@ def run_fresh(
         TrainingError: it failed otherwise.
     """
     done = subprocess.run(
-        [sys.executable, "-P", "-m", module, *map(str, arguments)], env=fresh_environment(env),
-        capture_output=True, text=True, preexec_fn=end_with_parent,
-    )  # fmt: skip
+        [sys.executable, "-P", "-m", module, *map(str, arguments)],
+        env=fresh_environment(env),
+        capture_output=True,
+        text=True,
+        preexec_fn=end_with_parent,
+    )
     if done.returncode == 0:
         return done.stdout
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

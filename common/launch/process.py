@@ -129,9 +129,15 @@ def report(error: Exception, ranks: Ranks) -> int:
 
         get_error_handler().record_exception(error)
     if errors:
-        entry = {"rank": ranks.rank, "time": time.monotonic(), "line": line, "traceback": trace,
-                 "status": status, "follows": follows,
-                 "timed_out": follows and hints.timed_out(error)}  # fmt: skip
+        entry = {
+            "rank": ranks.rank,
+            "time": time.monotonic(),
+            "line": line,
+            "traceback": trace,
+            "status": status,
+            "follows": follows,
+            "timed_out": follows and hints.timed_out(error),
+        }
         try:
             with Path(errors).open("a") as file:
                 file.write(json.dumps(entry) + "\n")

@@ -13,8 +13,13 @@ _NO_TASK_STEPS = {"4294967290", "4294967291", "batch", "interactive", "extern"}
 
 # What a launcher gives its ranks beside RANK and WORLD_SIZE, and a shell that exports these two
 # does not have.
-_OF_A_LAUNCHER = ("TORCHELASTIC_RUN_ID", "GROUP_RANK", "RECIPES_ERRORS", "OMPI_COMM_WORLD_RANK",
-                  "MPI_LOCALRANKID")  # fmt: skip
+_OF_A_LAUNCHER = (
+    "TORCHELASTIC_RUN_ID",
+    "GROUP_RANK",
+    "RECIPES_ERRORS",
+    "OMPI_COMM_WORLD_RANK",
+    "MPI_LOCALRANKID",
+)
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,22 @@ _WHEELS = {
     "cudnn": r"nvidia-cudnn-cu\d+==(\S+)",
 }
 
-_CUDA_LIBRARIES = ("libcublas", "libcudart", "libcudnn", "libcufft", "libcufile", "libcupti",
-                   "libcurand", "libcusolver", "libcusparse", "libnccl", "libnvJitLink",
-                   "libnvrtc", "libnvshmem", "libnvToolsExt")  # fmt: skip
+_CUDA_LIBRARIES = (
+    "libcublas",
+    "libcudart",
+    "libcudnn",
+    "libcufft",
+    "libcufile",
+    "libcupti",
+    "libcurand",
+    "libcusolver",
+    "libcusparse",
+    "libnccl",
+    "libnvJitLink",
+    "libnvrtc",
+    "libnvshmem",
+    "libnvToolsExt",
+)
 
 _ASK_NCCL = """\
 import ctypes, sys

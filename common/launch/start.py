@@ -200,20 +200,24 @@ def _verdict(failed: list[tuple[Child, int]], silent: dict[int, str], errors: Pa
             "and use every parameter? TORCH_DISTRIBUTED_DEBUG=DETAIL names them",
         }.get(signal.Signals(number), "")
         # Its progress bar may stand on the line.
-        say(f"\nerror: rank {child.rank} on {host} was killed by "
-             f"{signal.Signals(number).name}{why}")  # fmt: skip
+        say(
+            f"\nerror: rank {child.rank} on {host} was killed by {signal.Signals(number).name}{why}"
+        )
     elif first:
         say(f"{first['line']}\n{first['traceback']}".rstrip())
         return int(first["status"])
     elif mute:
         child, status = mute[0]
-        say(f"error: rank {child.rank} on {host} exited with status {status}; what it said is "
-             "above")  # fmt: skip
+        say(
+            f"error: rank {child.rank} on {host} exited with status {status}; what it said is above"
+        )
         return STATUS_BAD_INPUT if status == STATUS_BAD_INPUT else STATUS_FAILED
     elif silent and (not left or (left[0]["timed_out"] and set(silent.values()) != {"waiting"})):
         rank, state = max(silent.items(), key=lambda item: item[1] != "waiting")
-        say(f"error: rank {rank} on {host} stopped answering ({state}); the others waited "
-             "--timeout-s for it")  # fmt: skip
+        say(
+            f"error: rank {rank} on {host} stopped answering ({state}); the others waited "
+            "--timeout-s for it"
+        )
     else:  # the cause is on another host, or a rank that waits for what does not come
         waited = f" (rank {', '.join(map(str, silent))} here went on waiting)" if silent else ""
         say(f"{left[0]['line']}{waited}\n{left[0]['traceback']}".rstrip())

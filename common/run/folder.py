@@ -147,8 +147,10 @@ class Run:
             before.append({"until_step": step, **changed})
         # Another host is nothing unusual, and of another number of ranks the snapshot speaks.
         if others := [name for name in changed if name not in ("hosts", "world_size")]:
-            log.warning(f"goes on from step {step} with other {', '.join(others)}: manifest.json "
-                        "keeps what it was before")  # fmt: skip
+            log.warning(
+                f"goes on from step {step} with other {', '.join(others)}: manifest.json "
+                "keeps what it was before"
+            )
         return {**manifest, "before": before} if before else manifest
 
     def metrics(self, step: int, epoch: int, **values: float) -> None:
@@ -158,8 +160,13 @@ class Run:
         line = json.dumps({"step": step, "epoch": epoch, **values}, allow_nan=False)
         self._metrics.write(line.encode() + b"\n")
         self._metrics.flush()
-        names = {"loss": "loss", "val_accuracy": "accuracy", "lr": "learning_rate",
-                 "samples_per_s": "samples_per_s", "val_loss": "val_loss"}  # fmt: skip
+        names = {
+            "loss": "loss",
+            "val_accuracy": "accuracy",
+            "lr": "learning_rate",
+            "samples_per_s": "samples_per_s",
+            "val_loss": "val_loss",
+        }
         for key, name in names.items():
             if key in values:
                 self._tensorboard.add_scalar(name, values[key], step)

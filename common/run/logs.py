@@ -52,9 +52,13 @@ def progress_bar(
     """A bar on rank 0's stderr; twice a minute where that is a file and no terminal."""
     interval_s = 0.1 if sys.stderr.isatty() else 30.0
     return tqdm(
-        total=total, initial=initial, unit=unit, desc=desc, mininterval=interval_s,
+        total=total,
+        initial=initial,
+        unit=unit,
+        desc=desc,
+        mininterval=interval_s,
         disable=not ranks.is_main,
-    )  # fmt: skip
+    )
 
 
 class _Terminal(logging.Handler):

@@ -118,8 +118,13 @@ class Loop:
             snapshot.refuse_non_finite(gathered, state.step, run.snapshots)
             mean_loss = gathered.flatten().mean().item()
             self._progress.set_postfix({"loss": f"{mean_loss:.4f}"}, refresh=False)
-            run.metrics(state.step, state.epoch, loss=mean_loss, lr=lr,
-                        samples_per_s=self._speed.samples_per_s)  # fmt: skip
+            run.metrics(
+                state.step,
+                state.epoch,
+                loss=mean_loss,
+                lr=lr,
+                samples_per_s=self._speed.samples_per_s,
+            )
         if self._stop.after(state.step):
             self._leave()
         every = run.options.snapshot_every
@@ -147,8 +152,13 @@ class Loop:
         snapshot.refuse_non_finite(torch.tensor([[result.loss]]), state.step, run.snapshots)
         losses = gather_numbers(state.loss_sum / state.batch)
         self._train_loss, self._result = losses.flatten().mean().item(), result
-        run.metrics(state.step, state.epoch, train_loss=self._train_loss, val_loss=result.loss,
-                    val_accuracy=result.accuracy)  # fmt: skip
+        run.metrics(
+            state.step,
+            state.epoch,
+            train_loss=self._train_loss,
+            val_loss=result.loss,
+            val_accuracy=result.accuracy,
+        )
         log.info(
             f"epoch {state.epoch + 1}/{self.options.epochs}: train_loss {self._train_loss:.4f}, "
             f"val_loss {result.loss:.4f}, val_accuracy {result.accuracy:.4f}"

@@ -19,10 +19,19 @@ from common.launch.stack import running_versions
 
 # Never the whole environment: it may hold credentials.
 _ENVIRONMENT = (
-    "CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "MKL_NUM_THREADS",
-    "NCCL_ALGO", "NCCL_IB_DISABLE", "NCCL_PROTO", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS",
-    "PYTHONHASHSEED", "SLURM_JOB_NUM_NODES", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-)  # fmt: skip
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME",
+    "MKL_NUM_THREADS",
+    "NCCL_ALGO",
+    "NCCL_IB_DISABLE",
+    "NCCL_PROTO",
+    "NCCL_SOCKET_IFNAME",
+    "OMP_NUM_THREADS",
+    "PYTHONHASHSEED",
+    "SLURM_JOB_NUM_NODES",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)
 _START = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
 # What a word of a command may hide, as far as its form tells: the value of an option with such a
@@ -109,8 +118,11 @@ def _driver() -> str | None:
     try:
         return subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True, text=True, timeout=20, check=True,
-        ).stdout.split()[0]  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        ).stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return None
 

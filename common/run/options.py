@@ -10,11 +10,28 @@ MAY_DIFFER_BY_HOST = {"output_dir", "data_path", "weights", "resume"}
 # Options that change where, how fast or how long a run goes, but no number in it. The data's
 # fingerprint stands for its path, and the resolved batch for the two ways to give it.
 FREE = {
-    "output_dir", "resume", "snapshot_every", "keep_snapshots", "log_every", "epoch_weights",
-    "max_steps", "num_workers", "loader", "pin_memory", "download", "verify_images", "data_path",
-    "device", "backend", "timeout_s", "global_batch_size", "batch_size_per_rank",
-    "lesson", "timeline", "memory_budget",
-}  # fmt: skip
+    "output_dir",
+    "resume",
+    "snapshot_every",
+    "keep_snapshots",
+    "log_every",
+    "epoch_weights",
+    "max_steps",
+    "num_workers",
+    "loader",
+    "pin_memory",
+    "download",
+    "verify_images",
+    "data_path",
+    "device",
+    "backend",
+    "timeout_s",
+    "global_batch_size",
+    "batch_size_per_rank",
+    "lesson",
+    "timeline",
+    "memory_budget",
+}
 
 
 @dataclass(frozen=True)
@@ -59,9 +76,13 @@ class RunOptions:
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
         for name, minimum in (
-            ("snapshot_every", 0), ("keep_snapshots", 1), ("log_every", 1), ("seed", 0),
-            ("cpu_threads", 1), ("timeout_s", 1),
-        ):  # fmt: skip
+            ("snapshot_every", 0),
+            ("keep_snapshots", 1),
+            ("log_every", 1),
+            ("seed", 0),
+            ("cpu_threads", 1),
+            ("timeout_s", 1),
+        ):
             if not minimum <= getattr(self, name) < math.inf:
                 raise ValueError(
                     f"--{name.replace('_', '-')} must be at least {minimum}: {getattr(self, name)}"

@@ -46,16 +46,22 @@ class ParallelOptions:
                 f"--virtual-ranks {given} is not a power of two: {below} or {2 * below} would be"
             )
         if given and self.sync_bn:
-            raise ValueError("--sync-bn looks at the global batch, --virtual-ranks at a shard of "
-                             "it: give one of them")  # fmt: skip
+            raise ValueError(
+                "--sync-bn looks at the global batch, --virtual-ranks at a shard of "
+                "it: give one of them"
+            )
         if self.sync_bn and self.accumulate > 1:
-            raise ValueError("--sync-bn looks at the global batch, --accumulate computes a part of "
-                             "it at a time: give one of them")  # fmt: skip
+            raise ValueError(
+                "--sync-bn looks at the global batch, --accumulate computes a part of "
+                "it at a time: give one of them"
+            )
         if self.accumulate < 1:
             raise ValueError(f"--accumulate must be at least 1: {self.accumulate}")
         if given and (self.accumulate > 1 or self.gradient_compression != "none"):
-            raise ValueError("--virtual-ranks cuts the batch and adds gradients up in its own way: "
-                             "leave out --accumulate and --gradient-compression")  # fmt: skip
+            raise ValueError(
+                "--virtual-ranks cuts the batch and adds gradients up in its own way: "
+                "leave out --accumulate and --gradient-compression"
+            )
 
     def micro_batch_size(self, batch_size_per_rank: int) -> int:
         """Samples of a rank that are computed at once.

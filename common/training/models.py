@@ -129,8 +129,10 @@ def prepare_model(options: ModelOptions, channels: int, classes: int, side: int)
         if options.channels_last:  # what passes through follows the weights
             model.to(memory_format=torch.channels_last)
         if options.compile and not shutil.which(os.environ.get("CXX", "g++")):
-            raise InputError("--compile needs a C++ compiler: install g++, or set CXX to one; the "
-                             "image has one with make image TARGET=development")  # fmt: skip
+            raise InputError(
+                "--compile needs a C++ compiler: install g++, or set CXX to one; the "
+                "image has one with make image TARGET=development"
+            )
     return model
 
 

@@ -39,9 +39,15 @@ class OptimizerOptions:
         if self.global_batch_size is not None and self.batch_size_per_rank is not None:
             raise ValueError("give --global-batch-size or --batch-size-per-rank, not both")
         for name, minimum in (
-            ("epochs", 1), ("max_steps", 1), ("global_batch_size", 1), ("batch_size_per_rank", 1),
-            ("scale_lr", 1), ("warmup_epochs", 0), ("momentum", 0), ("weight_decay", 0),
-        ):  # fmt: skip
+            ("epochs", 1),
+            ("max_steps", 1),
+            ("global_batch_size", 1),
+            ("batch_size_per_rank", 1),
+            ("scale_lr", 1),
+            ("warmup_epochs", 0),
+            ("momentum", 0),
+            ("weight_decay", 0),
+        ):
             value = getattr(self, name)
             if value is not None and not value >= minimum:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least {minimum}: {value}")

@@ -162,8 +162,10 @@ def train(config: Config, ranks: Ranks) -> None:
     options = config.check
     set_up_logs(ranks)
     device = choose_device(options.device, ranks)
-    log.info(f"{NAME}: world_size {ranks.world_size} (launcher: {ranks.launcher}), "
-             f"device {device_in_words(options.device, device)}")  # fmt: skip
+    log.info(
+        f"{NAME}: world_size {ranks.world_size} (launcher: {ranks.launcher}), "
+        f"device {device_in_words(options.device, device)}"
+    )
     with process_group(ranks, device, options.backend, options.timeout_s):
         met_s = max(gather(time.monotonic() - _STARTED_S))
         with agreed():
@@ -183,16 +185,24 @@ def train(config: Config, ranks: Ranks) -> None:
                 }
         manifest = describe_run([device], 0, "none")
         backend = dist.get_backend()
-    found = {"met_after_s": met_s, "backend": backend, "ranks": hosts,
-             "all_reduce": speeds, "links_of_rank_0": links}  # fmt: skip
+    found = {
+        "met_after_s": met_s,
+        "backend": backend,
+        "ranks": hosts,
+        "all_reduce": speeds,
+        "links_of_rank_0": links,
+    }
     if folder:
         write_json(folder / "config.json", flatten(config))
         write_json(folder / "manifest.json", manifest)
         write_json(folder / "network.json", found)
         log.info(report(found))
         log.info(f"  {folder}/network.json")
-    late = {host: link for host, link in links.items()
-            if abs(link["clock_ahead_s"]) - link["within_s"] > options.max_skew_s}  # fmt: skip
+    late = {
+        host: link
+        for host, link in links.items()
+        if abs(link["clock_ahead_s"]) - link["within_s"] > options.max_skew_s
+    }
     if late and not ranks.is_main:
         raise PeerError("the clocks are apart, as rank 0 says")
     if late:
@@ -212,8 +222,10 @@ def report(found: dict[str, Any]) -> str:
         lines.append(f"  {rank:>4}  {host:<16}  {interface or '?':<10}  {device}")
     lines += [f"\n  {'all-reduce':>10}  {'ms':>8}  {'bus MiB/s':>10}"]
     for row in found["all_reduce"]:
-        lines.append(f"  {mebibytes(row['bytes']):>10}  {row['seconds'] * 1e3:>8.2f}  "
-                     f"{row['bus_bytes_per_s'] / 2**20:>10,.0f}")  # fmt: skip
+        lines.append(
+            f"  {mebibytes(row['bytes']):>10}  {row['seconds'] * 1e3:>8.2f}  "
+            f"{row['bus_bytes_per_s'] / 2**20:>10,.0f}"
+        )
     if found["links_of_rank_0"]:
         lines += [f"\n  {'rank 0 to':<16}  {'MiB/s':>8}  {'its clock is ahead by':>22}"]
         for host, link in found["links_of_rank_0"].items():

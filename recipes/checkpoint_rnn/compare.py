@@ -65,9 +65,15 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
         "title": "`--segments auto` within a budget; time ratio to the fastest number of segments "
         "above that keeps to it.",
         "columns": ["budget", "chosen", "peak memory", "time ratio to the best"],
-        "rows": [[mebibytes(budget), f"{chosen} segments", mebibytes(auto["bytes"]),
-                  f"{median(runs[chosen], 'step_s') / best_s:.2f}"]],
-    }  # fmt: skip
+        "rows": [
+            [
+                mebibytes(budget),
+                f"{chosen} segments",
+                mebibytes(auto["bytes"]),
+                f"{median(runs[chosen], 'step_s') / best_s:.2f}",
+            ]
+        ],
+    }
     return {
         "tables": [table, auto_table],
         "runs": {k: runs[k] for k in sorted(runs, key=int)},

@@ -65,8 +65,10 @@ def choose_segments(config: Config, device: torch.device, folder: Path) -> int:
         )
     fitting = [entry for entry in found if MARGIN * entry["bytes"] <= budget]
     if not found:
-        raise InputError("not even the root of the length as --segments fits into the memory that "
-                         "this process may use: try a smaller batch")  # fmt: skip
+        raise InputError(
+            "not even the root of the length as --segments fits into the memory that "
+            "this process may use: try a smaller batch"
+        )
     if not fitting:
         least = int(MARGIN * min(entry["bytes"] for entry in found)) + 1
         raise InputError(
@@ -102,8 +104,9 @@ def search(length: int, budget: int, probe: Callable[[int], Any]) -> list[dict[s
         before, segments = segments, min(2 * segments, length)
         if not try_(segments):
             break
-        if before in found and all(a >= b for a, b in zip(found[segments], found[before],
-                                                          strict=True)):  # fmt: skip
+        if before in found and all(
+            a >= b for a, b in zip(found[segments], found[before], strict=True)
+        ):
             break
     segments = start
     while segments in found and segments > 1 and found[segments][0] <= budget:

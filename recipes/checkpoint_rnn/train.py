@@ -113,11 +113,13 @@ class Config:
         segments, budget = self.checkpoint.segments, self.checkpoint.memory_budget
         for name, value, minimum in (
             *((name, value, 1) for name, value in asdict(self.sequence).items()),
-            ("length", self.sequence.length, 4), ("input_size", self.sequence.input_size, 2),
-            ("hidden_size", self.network.hidden_size, 1), ("layers", self.network.layers, 1),
+            ("length", self.sequence.length, 4),
+            ("input_size", self.sequence.input_size, 2),
+            ("hidden_size", self.network.hidden_size, 1),
+            ("layers", self.network.layers, 1),
             ("memory_budget", 1 if budget is None else budget, 1),
             ("segments", 1 if segments == "auto" else segments, 1),
-        ):  # fmt: skip
+        ):
             if value < minimum:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least {minimum}: {value}")
         if segments != "auto" and segments > self.sequence.length:
@@ -204,9 +206,12 @@ class AddingRNN(nn.Module):
             if torch.is_grad_enabled():
                 # Dropout is drawn anew in the backward pass, from the generator's state of now.
                 state = checkpoint(
-                    self.segment, piece, *state, use_reentrant=False,
+                    self.segment,
+                    piece,
+                    *state,
+                    use_reentrant=False,
                     preserve_rng_state=self.dropout > 0,
-                )  # fmt: skip
+                )
             else:
                 state = self.segment(piece, *state)
         # The backward pass begins with the last segment: it is kept, not computed twice.
@@ -216,8 +221,9 @@ class AddingRNN(nn.Module):
 
 
 @torch.no_grad()
-def evaluate(model: AddingRNN, loader: DataLoader[Tensor], device: torch.device,
-             dtype: torch.dtype) -> Evaluation:  # fmt: skip
+def evaluate(
+    model: AddingRNN, loader: DataLoader[Tensor], device: torch.device, dtype: torch.dtype
+) -> Evaluation:
     """Mean squared error, and how many are off by less than 0.04 (the source's criterion)."""
     model.eval()
     error, correct, total = 0.0, 0, 0
@@ -230,8 +236,9 @@ def evaluate(model: AddingRNN, loader: DataLoader[Tensor], device: torch.device,
     return Evaluation(error / total, correct, total)
 
 
-def train_step(model: AddingRNN, optimizer: torch.optim.Optimizer, sequences: Tensor,
-               segments: int) -> Tensor:  # fmt: skip
+def train_step(
+    model: AddingRNN, optimizer: torch.optim.Optimizer, sequences: Tensor, segments: int
+) -> Tensor:
     """One step of Adam with clipped gradients; returns the mean squared error."""
     loss = mse_loss(model(sequences, segments), targets(sequences))
     loss.backward()

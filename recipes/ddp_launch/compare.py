@@ -41,14 +41,29 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
     rows = []
     for name, found in runs.items():
         last = found[-1]
-        rows.append([name, f"{median(found, 'epoch_s'):.2f}", f"{speed[name]:,.0f}",
-                     f"{speed[name] / speed['1']:.2f}", f"{last['val_accuracy']:.4f}",
-                     mebibytes(max(last["peak_memory_bytes"]))])  # fmt: skip
+        rows.append(
+            [
+                name,
+                f"{median(found, 'epoch_s'):.2f}",
+                f"{speed[name]:,.0f}",
+                f"{speed[name] / speed['1']:.2f}",
+                f"{last['val_accuracy']:.4f}",
+                mebibytes(max(last["peak_memory_bytes"])),
+            ]
+        )
     cores = len(os.sched_getaffinity(0))
-    title = ("Seconds of training an epoch, without start-up and evaluation; median of "
-             f"{rounds} runs in turn. More processes than {cores} cores share them.")  # fmt: skip
-    columns = ["processes", "s/epoch", "samples/s", "speed-up", "val_accuracy",
-               "peak memory a process"]  # fmt: skip
+    title = (
+        "Seconds of training an epoch, without start-up and evaluation; median of "
+        f"{rounds} runs in turn. More processes than {cores} cores share them."
+    )
+    columns = [
+        "processes",
+        "s/epoch",
+        "samples/s",
+        "speed-up",
+        "val_accuracy",
+        "peak memory a process",
+    ]
     tables = [{"title": title, "columns": columns, "rows": rows}]
     if len(processes) == 1:
         return {"tables": tables, "runs": runs}
@@ -59,8 +74,10 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
         return run_recipe("ddp_launch", options, folder / f"{model} {way} {n}")
 
     cases = in_turn([f"{model}: {way}" for model in MODELS for way in WAYS], same_bits, rounds)
-    title = ("What the same bits cost: time a step on 2 processes over that of the default in the "
-             f"same round, median (least to most) of {rounds} rounds.")  # fmt: skip
+    title = (
+        "What the same bits cost: time a step on 2 processes over that of the default in the "
+        f"same round, median (least to most) of {rounds} rounds."
+    )
     rows = [[way, *(ratio_in_words(cases, model, way) for model in MODELS)] for way in WAYS]
     tables.append({"title": title, "columns": ["", *MODELS], "rows": rows})
     return {"tables": tables, "runs": runs, "same_bits": cases}
@@ -97,8 +114,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
                 for place, way in enumerate(WAYS):
                     found = ratios(result["same_bits"], model, way)
                     label = model if place == 0 else None
-                    price.plot([place + 0.15 * number] * len(found), found, f"C{number}o",
-                               label=label)  # fmt: skip
+                    price.plot(
+                        [place + 0.15 * number] * len(found), found, f"C{number}o", label=label
+                    )
             price.set_xticks(range(len(WAYS)), WAYS)
             price.set(ylabel="time a step over the default's")
             price.set_ylim(bottom=0)

@@ -104,9 +104,13 @@ def train(config: Config, ranks: Ranks) -> None:
         set_comm_hook(ddp, parallel)
         if shards := parallel.virtual_ranks:  # the same bits on any number of processes
             use_virtual_ranks(
-                ddp, shards, batch_size, lambda: loop.state.step,
-                seed=seed, timeout_s=config.run.timeout_s,
-            )  # fmt: skip
+                ddp,
+                shards,
+                batch_size,
+                lambda: loop.state.step,
+                seed=seed,
+                timeout_s=config.run.timeout_s,
+            )
 
         # optimizer
         optimizer = make_sgd(model.parameters(), options, scaled=scaler.is_enabled())

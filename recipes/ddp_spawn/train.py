@@ -108,9 +108,13 @@ def train(config: Config, ranks: Ranks) -> None:
         set_comm_hook(ddp, parallel)
         if shards := parallel.virtual_ranks:  # the same bits on any number of processes
             use_virtual_ranks(
-                ddp, shards, batch_size, lambda: loop.state.step,
-                seed=seed, timeout_s=config.run.timeout_s,
-            )  # fmt: skip
+                ddp,
+                shards,
+                batch_size,
+                lambda: loop.state.step,
+                seed=seed,
+                timeout_s=config.run.timeout_s,
+            )
 
         # optimizer
         optimizer = make_sgd(model.parameters(), options, scaled=scaler.is_enabled())
@@ -154,9 +158,15 @@ def worker(local_rank: int, config: Config, nproc: int, store: socket) -> None:
     if local_rank != 0:
         store.close()
     ranks = Ranks(
-        local_rank, local_rank, nproc, nproc, "spawn", address, port,
+        local_rank,
+        local_rank,
+        nproc,
+        nproc,
+        "spawn",
+        address,
+        port,
         listen_fd=store.fileno() if local_rank == 0 else None,
-    )  # fmt: skip
+    )
     end_process(run_rank(lambda: train(config, ranks), ranks))
 
 

@@ -43,10 +43,18 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
             ]
         )
     alone = "" if len(devices) > 1 else ": one device, on which DataParallel replicates nothing"
-    title = (f"`{config.model.model}` on {', '.join(map(str, devices))}{alone}; "
-             f"median of {rounds} runs in turn.")  # fmt: skip
-    columns = ["parallelised by", "processes", "samples/s", "speed ratio to DDP",
-               "peak memory of each device", "utilisation of each GPU"]  # fmt: skip
+    title = (
+        f"`{config.model.model}` on {', '.join(map(str, devices))}{alone}; "
+        f"median of {rounds} runs in turn."
+    )
+    columns = [
+        "parallelised by",
+        "processes",
+        "samples/s",
+        "speed ratio to DDP",
+        "peak memory of each device",
+        "utilisation of each GPU",
+    ]
     return {
         "tables": [{"title": title, "columns": columns, "rows": rows}],
         "runs": runs,

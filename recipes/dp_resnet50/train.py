@@ -159,11 +159,15 @@ def train(config: Config, ranks: Ranks) -> None:
         data = load_data(config.data, seed, ranks)
         batch_size = options.total_batch_size(len(devices))
         if len(devices) > 1 and config.model.dropout:
-            raise InputError("--dropout draws from each GPU's generator, and snapshots hold the "
-                             "first one's: leave it out, or use ddp_launch")  # fmt: skip
+            raise InputError(
+                "--dropout draws from each GPU's generator, and snapshots hold the "
+                "first one's: leave it out, or use ddp_launch"
+            )
         if len(devices) > 1 and config.model.compile:
-            raise InputError("--compile: torch cannot compile what DataParallel copies anew in "
-                             "each step; use ddp_launch, or one device")  # fmt: skip
+            raise InputError(
+                "--compile: torch cannot compile what DataParallel copies anew in "
+                "each step; use ddp_launch, or one device"
+            )
         if batch_size % len(devices):
             raise InputError(
                 f"--global-batch-size {batch_size} is not divided by the {len(devices)} devices, "

@@ -27,10 +27,14 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
     runs = in_turn(list(sets), run, rounds)
     one = median(runs["one"], "samples_per_s")
     rows = [
-        [" ".join(sets[name]), f"{median(found, 'epoch_s'):.2f}",
-         f"{median(found, 'samples_per_s') / one:.2f}", f"{found[-1]['val_accuracy']:.4f}"]
+        [
+            " ".join(sets[name]),
+            f"{median(found, 'epoch_s'):.2f}",
+            f"{median(found, 'samples_per_s') / one:.2f}",
+            f"{found[-1]['val_accuracy']:.4f}",
+        ]
         for name, found in runs.items()
-    ]  # fmt: skip
+    ]
     lesson = json.loads((folder / "one0" / "lesson.json").read_text())
     sizes = list(next(iter(lesson.values())))
     table = {
@@ -42,9 +46,11 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
     lesson_table = {
         "title": f"The batch-size lesson: accuracy after {LESSON_EPOCHS} epochs on one device.",
         "columns": ["learning rate", *(f"batch {size}" for size in sizes)],
-        "rows": [[rule, *(f"{curve[-1]:.3f}" for curve in curves.values())]
-                 for rule, curves in lesson.items()],
-    }  # fmt: skip
+        "rows": [
+            [rule, *(f"{curve[-1]:.3f}" for curve in curves.values())]
+            for rule, curves in lesson.items()
+        ],
+    }
     return {"tables": [table, lesson_table], "runs": runs, "lesson": lesson}
 
 

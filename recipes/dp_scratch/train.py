@@ -88,11 +88,15 @@ class Config:
 
 
 SHAPES = {
-    "conv1.weight": (20, 1, 3, 3), "conv1.bias": (20,),
-    "conv2.weight": (50, 20, 5, 5), "conv2.bias": (50,),
-    "fc1.weight": (128, 800), "fc1.bias": (128,),
-    "fc2.weight": (10, 128), "fc2.bias": (10,),
-}  # fmt: skip
+    "conv1.weight": (20, 1, 3, 3),
+    "conv1.bias": (20,),
+    "conv2.weight": (50, 20, 5, 5),
+    "conv2.bias": (50,),
+    "fc1.weight": (128, 800),
+    "fc1.bias": (128,),
+    "fc2.weight": (10, 128),
+    "fc2.bias": (10,),
+}
 
 
 def initialize(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -166,10 +170,13 @@ def train_step(replicas: Replicas, images: Tensor, labels: Tensor, lr: float) ->
     losses = [
         F.cross_entropy(lenet(copy, x.to(device)), y.to(device), reduction="sum")
         for copy, device, x, y in zip(
-            replicas.copies, devices, images.tensor_split(len(devices)),
-            labels.tensor_split(len(devices)), strict=True,
+            replicas.copies,
+            devices,
+            images.tensor_split(len(devices)),
+            labels.tensor_split(len(devices)),
+            strict=True,
         )
-    ]  # fmt: skip
+    ]
     for loss in losses:  # a GPU is only given the work here: all compute at the same time
         loss.backward()
     for name in SHAPES:

@@ -57,11 +57,23 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
         )
     if choose_device(config.run.device, Ranks()).type == "cpu":
         alone = without_communication_s(given, stages, micro_batches)
-        rows.append(["the stages at the same time, with no communication", stages, f"{alone:.2f}",
-                     f"{batch_size / alone / whole:.2f}"])  # fmt: skip
+        rows.append(
+            [
+                "the stages at the same time, with no communication",
+                stages,
+                f"{alone:.2f}",
+                f"{batch_size / alone / whole:.2f}",
+            ]
+        )
     ceiling = micro_batches * stages / (micro_batches + stages - 1)
-    rows.append(["ceiling with equal stages, m*s/(m+s-1)", stages,
-                 f"{batch_size / whole / ceiling:.2f}", f"{ceiling:.2f}"])  # fmt: skip
+    rows.append(
+        [
+            "ceiling with equal stages, m*s/(m+s-1)",
+            stages,
+            f"{batch_size / whole / ceiling:.2f}",
+            f"{ceiling:.2f}",
+        ]
+    )
     size = f" at {config.data.image_size} px" if config.data.image_size else ""
     table = {
         "title": f"`{config.parallel.model}`{size}, batch {batch_size}, "
@@ -84,10 +96,12 @@ def without_communication_s(given: Sequence[str], stages: int, micro_batches: in
     processes = [
         subprocess.Popen(
             [*command, str(stage), str(stages), str(micro_batches), *given],
-            stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         for stage in range(stages)
-    ]  # fmt: skip
+    ]
     seconds = [float(process.communicate()[0] or "nan") for process in processes]
     if any(process.returncode for process in processes):
         raise TrainingError("a stage by itself failed; what it said is above")

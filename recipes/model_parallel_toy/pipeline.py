@@ -43,8 +43,15 @@ class TimedStage(PipelineStage):
         start_s = time.monotonic()
         result = method(chunk, *args, **kwargs)
         synchronize(self.device)
-        self.work.append({"stage": self.stage_index, "kind": kind, "micro_batch": chunk,
-                          "start_s": start_s, "end_s": time.monotonic()})  # fmt: skip
+        self.work.append(
+            {
+                "stage": self.stage_index,
+                "kind": kind,
+                "micro_batch": chunk,
+                "start_s": start_s,
+                "end_s": time.monotonic(),
+            }
+        )
         return result
 
 
@@ -175,9 +182,18 @@ def plot_timeline(work: list[dict[str, Any]], axes: Any) -> None:
         start_ms, end_ms = 1e3 * entry["start_s"], 1e3 * entry["end_s"]
         colour = "tab:blue" if entry["kind"] == "forward" else "tab:orange"
         axes.barh(entry["stage"], end_ms - start_ms, left=start_ms, color=colour, edgecolor="white")
-        axes.text((start_ms + end_ms) / 2, entry["stage"], str(entry["micro_batch"]),
-                  ha="center", va="center", color="white")  # fmt: skip
-    axes.set(yticks=sorted({entry["stage"] for entry in work}), ylabel="stage",
-             xlabel="time since the step began [ms]",
-             title="forward (blue) and backward (orange), by micro-batch")  # fmt: skip
+        axes.text(
+            (start_ms + end_ms) / 2,
+            entry["stage"],
+            str(entry["micro_batch"]),
+            ha="center",
+            va="center",
+            color="white",
+        )
+    axes.set(
+        yticks=sorted({entry["stage"] for entry in work}),
+        ylabel="stage",
+        xlabel="time since the step began [ms]",
+        title="forward (blue) and backward (orange), by micro-batch",
+    )
     axes.invert_yaxis()

@@ -96,8 +96,10 @@ class ParallelOptions:
         if self.schedule == "1f1b" and 1 < self.micro_batch_count < self.stages:
             raise ValueError("--schedule 1f1b needs at least as many --micro-batches as --stages")
         if self.devices and self.in_processes:
-            raise ValueError("--devices is for split and micro: each process of gpipe and 1f1b "
-                             "has its own, by --device")  # fmt: skip
+            raise ValueError(
+                "--devices is for split and micro: each process of gpipe and 1f1b "
+                "has its own, by --device"
+            )
         if self.data_parallel > 1 and not self.in_processes:
             raise ValueError("--data-parallel needs --schedule gpipe or 1f1b")
 
@@ -164,10 +166,23 @@ def cut(model: Any, stages: int, sample: Tensor) -> list[nn.Sequential]:
     Raises:
         InputError: more stages than layers with parameters.
     """
-    chain = list(model) if isinstance(model, nn.Sequential) else [
-        model.conv1, model.bn1, model.relu, model.maxpool, *model.layer1, *model.layer2,
-        *model.layer3, *model.layer4, model.avgpool, nn.Flatten(), model.fc,
-    ]  # fmt: skip
+    chain = (
+        list(model)
+        if isinstance(model, nn.Sequential)
+        else [
+            model.conv1,
+            model.bn1,
+            model.relu,
+            model.maxpool,
+            *model.layer1,
+            *model.layer2,
+            *model.layer3,
+            *model.layer4,
+            model.avgpool,
+            nn.Flatten(),
+            model.fc,
+        ]
+    )
     starts = [place for place, layer in enumerate(chain) if list(layer.parameters())]
     if stages > len(starts):
         raise InputError(f"--stages {stages} is more than the {len(starts)} layers of this model")
@@ -261,8 +276,10 @@ def train(config: Config, ranks: Ranks) -> None:
     device = devices[-1] if devices else choose_device(config.run.device, ranks)
     announce(NAME, config.run, ranks, device)
     if parallel.in_processes and device.type == "cuda" and config.run.backend == "gloo":
-        raise InputError("stages on GPUs talk by NCCL, which needs one GPU per stage: leave "
-                         "--backend gloo out, or give --device cpu")  # fmt: skip
+        raise InputError(
+            "stages on GPUs talk by NCCL, which needs one GPU per stage: leave "
+            "--backend gloo out, or give --device cpu"
+        )
     dtype = torch.float64 if config.run.precision == "fp64" else torch.float32
     with process_group(ranks, device, config.run.backend, config.run.timeout_s):
         run = Run(NAME, config, config.run, ranks, device, *devices)
@@ -270,8 +287,9 @@ def train(config: Config, ranks: Ranks) -> None:
         mesh, replica, data_group = None, 0, None
         if parallel.in_processes:  # ranks 0 to stages - 1 are the first pipeline
             with gloo_does_not_disturb(dist.get_backend()):
-                mesh = init_device_mesh(device.type, (replicas, parallel.stages),
-                                        mesh_dim_names=("data", "stage"))  # fmt: skip
+                mesh = init_device_mesh(
+                    device.type, (replicas, parallel.stages), mesh_dim_names=("data", "stage")
+                )
             replica, data_group = mesh.get_local_rank("data"), mesh.get_group("data")
 
         # data
@@ -279,8 +297,10 @@ def train(config: Config, ranks: Ranks) -> None:
         data = generated_points(seed) if toy else load_data(config.data, seed, ranks)
         batch_size = options.total_batch_size(replicas)
         if batch_size % (replicas * parallel.micro_batch_count):
-            raise InputError(f"--global-batch-size {batch_size} is not divided by {replicas} "
-                             f"pipelines x {parallel.micro_batch_count} micro-batches")  # fmt: skip
+            raise InputError(
+                f"--global-batch-size {batch_size} is not divided by {replicas} "
+                f"pipelines x {parallel.micro_batch_count} micro-batches"
+            )
         share = Ranks(replica, replica, replicas, replicas)
         batches, loader, val_loader = make_loaders(  # all stages of a pipeline load the same
             data, config.data, batch_size, seed, share, (devices or [device])[0], dtype, run.folder

@@ -32,20 +32,35 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
     own = any(argument.startswith("--data") for argument in arguments)
     if not own:
         write_photos(folder / "photos")
-    photos = ["--data", "imagefolder", "--data-path", str(folder / "photos"),
-              "--no-verify-images", "--global-batch-size", "32", "--samples", "640"]  # fmt: skip
+    photos = [
+        "--data",
+        "imagefolder",
+        "--data-path",
+        str(folder / "photos"),
+        "--no-verify-images",
+        "--global-batch-size",
+        "32",
+        "--samples",
+        "640",
+    ]
     _, config = cli.parse(NAME, Config, [*([] if own else photos), *arguments])
     config = replace(config, tune=replace(config.tune, rounds=rounds))
     device = choose_device(config.tune.device, Ranks())
     with process_group(Ranks(), device, "auto", 600):
         found, _ = sweep(config, device)
     rows = [
-        [kind, number, f"{speed:,.0f}", f"{speed / median_of(speeds)[0]:.2f}",
-         "recommended" if (number, kind == "pinned") == (found["num_workers"], found["pin_memory"])
-         else ""]
+        [
+            kind,
+            number,
+            f"{speed:,.0f}",
+            f"{speed / median_of(speeds)[0]:.2f}",
+            "recommended"
+            if (number, kind == "pinned") == (found["num_workers"], found["pin_memory"])
+            else "",
+        ]
         for kind, speeds in found["samples_per_s"].items()
         for number, speed in median_of(speeds).items()
-    ]  # fmt: skip
+    ]
     what = "your data" if own else "480 JPEG files of 500x375 px, as for a ResNet at 224 px"
     table = {
         "title": f"Loading {found['samples']} samples of {what}, with nothing else to do; median "

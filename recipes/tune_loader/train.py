@@ -169,8 +169,15 @@ def train(config: Config, ranks: Ranks) -> None:
             )
     pin = "--pin-memory" if found["pin_memory"] else "--no-pin-memory"
     advice = f"--num-workers {found['num_workers']}" + (f" {pin}" if device.type == "cuda" else "")
-    log.info("\n".join([*lines, f"\nrecommended: {advice} ({found['why']})",
-                        f"  {folder}/loader.json, loader.png"]))  # fmt: skip
+    log.info(
+        "\n".join(
+            [
+                *lines,
+                f"\nrecommended: {advice} ({found['why']})",
+                f"  {folder}/loader.json, loader.png",
+            ]
+        )
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -29,8 +29,10 @@ def table(rows: list[dict[str, Any]]) -> str:
         same = [row for row in rows if row["fault"] == fault]
         seconds = " / ".join(f"{row['seconds']:.1f}" for row in same)
         said = same[0]["first_line"].replace("|", "\\|")
-        lines.append(f"| {fault} | {', '.join(row['recipe'] for row in same)} | {seconds} s | "
-                     f"{same[0]['status']} | {said} |")  # fmt: skip
+        lines.append(
+            f"| {fault} | {', '.join(row['recipe'] for row in same)} | {seconds} s | "
+            f"{same[0]['status']} | {said} |"
+        )
     return "\n".join(lines)
 
 

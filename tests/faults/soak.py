@@ -161,8 +161,14 @@ def soak(rounds: int, seed: int, folder: Path) -> dict[str, Any]:
             except RuntimeError as failed:
                 wrong.append(f"round {number}: {failed}")
             bar.update()
-    return {"rounds": rounds, "seed": seed, "ranks": list(WORLDS), "steps_a_round": STEPS,
-            "interruptions": dict(interruptions), "wrong": wrong}  # fmt: skip
+    return {
+        "rounds": rounds,
+        "seed": seed,
+        "ranks": list(WORLDS),
+        "steps_a_round": STEPS,
+        "interruptions": dict(interruptions),
+        "wrong": wrong,
+    }
 
 
 def main() -> int:
@@ -185,8 +191,10 @@ def main() -> int:
     about = {"command": command, "elapsed_s": elapsed_s, **describe_machine()}
     write_json(given.output, {**result, "about": about})
     count = sum(result["interruptions"].values())
-    print(f"{given.rounds} rounds, {count} interruptions, {len(result['wrong'])} faults "
-          f"({elapsed_s:.0f} s): {given.output}")  # fmt: skip
+    print(
+        f"{given.rounds} rounds, {count} interruptions, {len(result['wrong'])} faults "
+        f"({elapsed_s:.0f} s): {given.output}"
+    )
     return 1 if result["wrong"] else 0
 
 

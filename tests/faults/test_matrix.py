@@ -33,9 +33,8 @@ OPTIONS = ("--epochs", "1", "--snapshot-every", "4", "--log-every", "1")
 RECIPES = {
     "ddp_launch": (),
     "ddp_spawn": (),
-    "model_parallel_toy": ("--model", "toy", "--stages", "2", "--schedule", "gpipe",
-                           "--lr", "0.1"),
-}  # fmt: skip
+    "model_parallel_toy": ("--model", "toy", "--stages", "2", "--schedule", "gpipe", "--lr", "0.1"),
+}
 AT = 6
 """The step after which a fault happens; the snapshot of step 4 is the last."""
 
@@ -76,15 +75,14 @@ FAULTS = {
     "raises": Fault(rf"error: rank 1 on {HERE}: a bug of this test"),
     "exits": Fault(rf"error: rank 1 on {HERE} exited with status 7"),
     "is killed": Fault(rf"error: rank 1 on {HERE} was killed by SIGKILL: out of memory\?"),
-    "stops answering": Fault(
-        rf"error: rank 1 on {HERE} stopped answering \(stopped by a signal\)"
-    ),
+    "stops answering": Fault(rf"error: rank 1 on {HERE} stopped answering \(stopped by a signal\)"),
     "runs out of memory": Fault(
         rf"error: rank 1 on {HERE}: .*out of memory: try --global-batch-size 48"
     ),
     "loses a loading process": Fault(
         rf"error: rank [01] on {HERE}: .*a loading process died",
-        options=("--num-workers", "1"), recipes=DDP,
+        options=("--num-workers", "1"),
+        recipes=DDP,
     ),
     "calls another collective": Fault(
         rf"error: rank \d on {HERE}.*TORCH_DISTRIBUTED_DEBUG=DETAIL names them"
@@ -98,16 +96,14 @@ FAULTS = {
         rf"error: rank \d on {HERE}: the loss is not finite on rank 1 by step 6", recipes=DDP
     ),
     "sees the clock go back": Fault("", status=0, rank=0),
-    "Ctrl-C": Fault(
-        "", status=130, act=interrupted, step_s=0.1, options=("--num-workers", "1")
-    ),
+    "Ctrl-C": Fault("", status=130, act=interrupted, step_s=0.1, options=("--num-workers", "1")),
     "SIGTERM twice": Fault(
         "", status=75, act=signalled(signal.SIGTERM, signal.SIGTERM), step_s=0.1
     ),
     "the launcher is killed": Fault(
         "", status=-signal.SIGKILL, act=signalled(signal.SIGKILL), step_s=0.1
     ),
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -120,8 +116,11 @@ class Scene:
 
     def __post_init__(self) -> None:
         self.mark = self.recipe.tmp_path / "mark"
-        self.env |= {"PYTHONPATH": f"{INJECT}:{ROOT}", "FAULT_MARK": str(self.mark),
-                     "SCENE": str(self.folder)}  # fmt: skip
+        self.env |= {
+            "PYTHONPATH": f"{INJECT}:{ROOT}",
+            "FAULT_MARK": str(self.mark),
+            "SCENE": str(self.folder),
+        }
 
     def processes(self) -> list[int]:
         """Ids of all processes of this scene that are alive, wherever they were put."""
@@ -219,9 +218,16 @@ def test_a_rank(
     again = scene.recipe.finish(scene.recipe.start(*command), scene.folder).assert_ok()
     assert again.sha == wholes[name].sha
     assert again.losses == wholes[name].losses, "every step once"
-    rows.append({"fault": f"a rank {fault}" if expected.act is None else fault, "recipe": name,
-                 "seconds": elapsed_s, "status": result.status, "first_line": first,
-                 "resumed_from": step})  # fmt: skip
+    rows.append(
+        {
+            "fault": f"a rank {fault}" if expected.act is None else fault,
+            "recipe": name,
+            "seconds": elapsed_s,
+            "status": result.status,
+            "first_line": first,
+            "resumed_from": step,
+        }
+    )
 
 
 @dataclass
@@ -250,15 +256,29 @@ def start_on_both(scene: Scene, hosts: Hosts, timeout_s: int = TIMEOUT_S, **env:
     """ddp_launch, a process a host."""
     return [
         scene.recipe.start(
-            *hosts.run(node, *scene.recipe.command(
-                "ddp_launch", "--nproc", "1", "--nnodes", "2", "--node-rank", str(node),
-                "--master-addr", ADDRESSES[0], "--master-port", "29500", *OPTIONS,
-                "--timeout-s", str(timeout_s),
-            )),
+            *hosts.run(
+                node,
+                *scene.recipe.command(
+                    "ddp_launch",
+                    "--nproc",
+                    "1",
+                    "--nnodes",
+                    "2",
+                    "--node-rank",
+                    str(node),
+                    "--master-addr",
+                    ADDRESSES[0],
+                    "--master-port",
+                    "29500",
+                    *OPTIONS,
+                    "--timeout-s",
+                    str(timeout_s),
+                ),
+            ),
             env={**scene.env, "STEP_S": "0.3", **env},
         )
         for node in (0, 1)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("fault", ["cut for good", "cut for 3 s", "rank 0's host gone"])
@@ -294,9 +314,16 @@ def test_the_network(
     final = Result(0, "", "", scene.folder)
     assert final.sha == wholes["ddp_launch"].sha
     assert final.losses == wholes["ddp_launch"].losses
-    rows.append({"fault": f"the network: {fault}", "recipe": "ddp_launch, two hosts",
-                 "seconds": elapsed_s, "status": results[1].status, "first_line": first,
-                 "resumed_from": 4})  # fmt: skip
+    rows.append(
+        {
+            "fault": f"the network: {fault}",
+            "recipe": "ddp_launch, two hosts",
+            "seconds": elapsed_s,
+            "status": results[1].status,
+            "first_line": first,
+            "resumed_from": 4,
+        }
+    )
 
 
 @pytest.mark.parametrize("damage", ["altered", "cut short", "of a newer version"])
@@ -318,8 +345,9 @@ def test_a_snapshot(
     start_s = time.monotonic()
     result = scene.recipe.finish(scene.recipe.start(*command, env=scene.env), scene.folder)
     elapsed_s = scene.wait_until_gone(start_s, 30)
-    first = next(line for line in (result.stdout + result.stderr).splitlines()
-                 if "step_00000009" in line)  # fmt: skip
+    first = next(
+        line for line in (result.stdout + result.stderr).splitlines() if "step_00000009" in line
+    )
     if damage == "of a newer version":
         assert (result.status, result.errors) == (2, [first])
         assert "go on with the version of the code that wrote it" in first
@@ -331,17 +359,37 @@ def test_a_snapshot(
         assert result.sha == wholes["ddp_launch"].sha
         step = result.summary["resumed_from"]
         assert step == 8
-    rows.append({"fault": f"the newest snapshot is {damage}", "recipe": "ddp_launch",
-                 "seconds": elapsed_s, "status": result.status, "resumed_from": step,
-                 "first_line": first.replace(str(scene.folder), "RUN")})  # fmt: skip
+    rows.append(
+        {
+            "fault": f"the newest snapshot is {damage}",
+            "recipe": "ddp_launch",
+            "seconds": elapsed_s,
+            "status": result.status,
+            "resumed_from": step,
+            "first_line": first.replace(str(scene.folder), "RUN"),
+        }
+    )
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_a_data_file_that_vanishes(scene: Scene, rows: list[dict[str, Any]], workers: str) -> None:
     root = flowers(scene.recipe.tmp_path / "data", per_class=20)
-    options = ["--data", "imagefolder", "--data-path", str(root), "--image-size", "16",
-               "--global-batch-size", "4", "--epochs", "400", "--snapshot-every", "5",
-               "--num-workers", workers]  # fmt: skip
+    options = [
+        "--data",
+        "imagefolder",
+        "--data-path",
+        str(root),
+        "--image-size",
+        "16",
+        "--global-batch-size",
+        "4",
+        "--epochs",
+        "400",
+        "--snapshot-every",
+        "5",
+        "--num-workers",
+        workers,
+    ]
     process = scene.recipe.start(*scene.recipe.command("ddp_launch", *options), env=scene.env)
     wait_for(lambda: list(scene.folder.glob("snapshots/step_*.pt")))
     for path in (root / "daisy").iterdir():
@@ -352,10 +400,16 @@ def test_a_data_file_that_vanishes(scene: Scene, rows: list[dict[str, Any]], wor
     assert result.status == 1
     (first,) = result.errors
     assert re.match(rf"error: rank [01] on {HERE}: cannot read .*daisy \d+\.jpg", first), first
-    rows.append({"fault": f"a data file vanishes (--num-workers {workers})", "status": 1,
-                 "recipe": "ddp_launch", "seconds": elapsed_s,
-                 "first_line": first.replace(str(root), "DATA"),
-                 "resumed_from": assert_intact(scene.folder)})  # fmt: skip
+    rows.append(
+        {
+            "fault": f"a data file vanishes (--num-workers {workers})",
+            "status": 1,
+            "recipe": "ddp_launch",
+            "seconds": elapsed_s,
+            "first_line": first.replace(str(root), "DATA"),
+            "resumed_from": assert_intact(scene.folder),
+        }
+    )
 
 
 def test_a_disk_that_fills(scene: Scene, rows: list[dict[str, Any]]) -> None:
@@ -372,9 +426,16 @@ def test_a_disk_that_fills(scene: Scene, rows: list[dict[str, Any]]) -> None:
         subprocess.run(["mount", "-o", "remount,size=50m", disk], check=True)
         again = scene.recipe.finish(scene.recipe.start(*command), disk).assert_ok()
         assert again.summary["resumed_from"] == step
-    rows.append({"fault": "the disk fills (from the start on)", "recipe": "ddp_launch",
-                 "seconds": elapsed_s, "status": 1, "resumed_from": step,
-                 "first_line": first.replace(str(disk), "RUN")})  # fmt: skip
+    rows.append(
+        {
+            "fault": "the disk fills (from the start on)",
+            "recipe": "ddp_launch",
+            "seconds": elapsed_s,
+            "status": 1,
+            "resumed_from": step,
+            "first_line": first.replace(str(disk), "RUN"),
+        }
+    )
 
 
 @pytest.mark.parametrize("fault", ["rank 0's port is taken", "rank 0's host has no such name"])
@@ -386,8 +447,14 @@ def test_an_address_that_cannot_work(scene: Scene, rows: list[dict[str, Any]], f
         start_s = time.monotonic()
         processes = []
         for rank in ("0", "1"):
-            env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-                   "MASTER_ADDR": address, "MASTER_PORT": port}  # fmt: skip
+            env = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": address,
+                "MASTER_PORT": port,
+            }
             command = scene.recipe.command("ddp_launch", "--timeout-s", "3")
             processes.append(scene.recipe.start(*command, env={**scene.env, **env}))
         results = [scene.recipe.finish(process, scene.folder, 60) for process in processes]
@@ -401,17 +468,34 @@ def test_an_address_that_cannot_work(scene: Scene, rows: list[dict[str, Any]], f
         assert "not all 2 ranks met at 127.0.0.1" in results[1].errors[0]
     else:
         assert "'no-such-host.invalid' does not resolve" in first
-    rows.append({"fault": fault, "recipe": "ddp_launch", "seconds": elapsed_s, "status": 2,
-                 "resumed_from": 0, "first_line": first.replace(port, "PORT")})  # fmt: skip
+    rows.append(
+        {
+            "fault": fault,
+            "recipe": "ddp_launch",
+            "seconds": elapsed_s,
+            "status": 2,
+            "resumed_from": 0,
+            "first_line": first.replace(port, "PORT"),
+        }
+    )
 
 
 def test_torchrun_shows_the_first_failure(scene: Scene) -> None:
     process = scene.recipe.start(
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-        "--master-port", "29513", "-m", "recipes.ddp_launch.train", *OPTIONS,
-        "--output-dir", scene.folder,
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "29513",
+        "-m",
+        "recipes.ddp_launch.train",
+        *OPTIONS,
+        "--output-dir",
+        scene.folder,
         env={**scene.env, "FAULT": "raises", "FAULT_STEP": str(AT)},
-    )  # fmt: skip
+    )
     result = scene.recipe.finish(process, scene.folder, 60)
     assert result.status == 1
     _, root_cause = result.stderr.split("Root Cause (first observed failure):")

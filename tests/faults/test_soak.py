@@ -29,8 +29,15 @@ def test_a_lost_or_repeated_step_is_noticed(tmp_path: Path) -> None:
 def test_fifty_rounds(recipe: Recipe) -> None:
     need("make")
     output = recipe.tmp_path / "soak.json"
-    process = recipe.start("make", "-C", ROOT, "soak", f"PYTHON={sys.executable}", "ROUNDS=50",
-                           f"ARGS=--output {output}")  # fmt: skip
+    process = recipe.start(
+        "make",
+        "-C",
+        ROOT,
+        "soak",
+        f"PYTHON={sys.executable}",
+        "ROUNDS=50",
+        f"ARGS=--output {output}",
+    )
     recipe.finish(process, recipe.tmp_path, timeout_s=900).assert_ok()
     found = json.loads(output.read_text())
     assert found["wrong"] == []

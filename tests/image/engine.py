@@ -75,12 +75,26 @@ class Engine:
         )
         with (self._folder / "log").open("wb") as log:
             self._daemon = subprocess.Popen(
-                ["dockerd", "--config-file", str(self._folder / "daemon.json"),
-                 "--data-root", str(FOLDER / store), "--exec-root", str(self._folder / "exec"),
-                 "--pidfile", str(self._folder / "pid"), "--host", self.env["DOCKER_HOST"]],
-                env=self.env, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                start_new_session=True, preexec_fn=end_with_parent,
-            )  # fmt: skip
+                [
+                    "dockerd",
+                    "--config-file",
+                    str(self._folder / "daemon.json"),
+                    "--data-root",
+                    str(FOLDER / store),
+                    "--exec-root",
+                    str(self._folder / "exec"),
+                    "--pidfile",
+                    str(self._folder / "pid"),
+                    "--host",
+                    self.env["DOCKER_HOST"],
+                ],
+                env=self.env,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
         wait_for(lambda: self._daemon_lives() and _answers(self.env), every_s=0.2)
         os.chown(self._folder / "socket", CALLER, CALLER)
         (self._folder / "socket").chmod(0o600)
@@ -98,10 +112,17 @@ class Engine:
         base = FOLDER / "base"
         shutil.rmtree(base, ignore_errors=True)
         subprocess.run(
-            ["debootstrap", "--variant=minbase", "--include=ca-certificates,python3,python3-venv",
-             "trixie", str(base), _mirror()],
-            check=True, capture_output=True,
-        )  # fmt: skip
+            [
+                "debootstrap",
+                "--variant=minbase",
+                "--include=ca-certificates,python3,python3-venv",
+                "trixie",
+                str(base),
+                _mirror(),
+            ],
+            check=True,
+            capture_output=True,
+        )
         (base / "usr" / "local" / "bin" / "python").symlink_to("/usr/bin/python3")
         # Where outbound connections are signed anew, builds must know by whom.
         for certificate in Path("/usr/local/share/ca-certificates").glob("*.crt"):
@@ -142,9 +163,15 @@ class Engine:
         """Run a command whose docker is this engine's."""
         stdin = {} if "stdin" in more else {"input": input or ""}
         done: subprocess.CompletedProcess[str] = subprocess.run(  # type: ignore[call-overload]
-            [str(word) for word in command], text=True, capture_output=True, timeout=timeout_s,
-            cwd=ROOT, env={**self.env, **(env or {})}, **stdin, **more,
-        )  # fmt: skip
+            [str(word) for word in command],
+            text=True,
+            capture_output=True,
+            timeout=timeout_s,
+            cwd=ROOT,
+            env={**self.env, **(env or {})},
+            **stdin,
+            **more,
+        )
         said = f"{' '.join(done.args)}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert not check or done.returncode == 0, said[-8000:]
         return done
@@ -176,8 +203,10 @@ def _mirror() -> str:
     """The Debian mirror that this machine is set up for."""
     said = subprocess.run(
         ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages"],
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     return next(uri for uri in said.split() if re.search(r"/debian/?$", uri))
 
 
@@ -193,13 +222,17 @@ def _unpack(programs: Path) -> None:
     options = [
         word
         for name, value in {
-            "Dir::State": apt, "Dir::State::lists": apt / "lists",
-            "Dir::State::status": apt / "status", "Dir::Cache": apt / "cache",
-            "Dir::Etc::SourceList": apt / "sources", "Dir::Etc::SourceParts": "/dev/null",
-            "APT::Sandbox::User": "root", "Acquire::Languages": "none",
+            "Dir::State": apt,
+            "Dir::State::lists": apt / "lists",
+            "Dir::State::status": apt / "status",
+            "Dir::Cache": apt / "cache",
+            "Dir::Etc::SourceList": apt / "sources",
+            "Dir::Etc::SourceParts": "/dev/null",
+            "APT::Sandbox::User": "root",
+            "Acquire::Languages": "none",
         }.items()
         for word in ("--option", f"{name}={value}")
-    ]  # fmt: skip
+    ]
     for words in (["update"], ["download", *_PACKAGES]):
         subprocess.run(
             ["apt-get", *options, "-qq", *words], check=True, capture_output=True, cwd=apt

@@ -43,8 +43,14 @@ def describe(file: Path) -> dict[str, Any]:
         for layer in manifest["layers"]:
             blob = archive.extractfile(f"blobs/{layer['digest'].replace(':', '/')}")
             files, wheels = contents(blob)
-            layers.append({"digest": layer["digest"], "bytes": layer["size"],
-                           "wheels_bytes": wheels, "files": files})  # fmt: skip
+            layers.append(
+                {
+                    "digest": layer["digest"],
+                    "bytes": layer["size"],
+                    "wheels_bytes": wheels,
+                    "files": files,
+                }
+            )
     return {"digest": index["digest"], "layers": layers}
 
 
@@ -91,14 +97,16 @@ def main() -> int:
         "machine": describe_machine(),
         "digests": [one["digest"], two["digest"]],
         "identical": one["digest"] == two["digest"],
-        "layers": [{"digest": a["digest"], "same": a["digest"] == b["digest"], "bytes": a["bytes"]}
-                   for a, b in zip(one["layers"], two["layers"], strict=True)],
+        "layers": [
+            {"digest": a["digest"], "same": a["digest"] == b["digest"], "bytes": a["bytes"]}
+            for a, b in zip(one["layers"], two["layers"], strict=True)
+        ],
         "image_bytes": (image := sum(layer["bytes"] for layer in one["layers"])),
         "wheels_bytes": (wheels := sum(layer["wheels_bytes"] for layer in one["layers"])),
         "image_to_wheels": round(image / wheels, 3),
         "different_files": different,
         "build_s": seconds,
-    }  # fmt: skip
+    }
     RESULT.parent.mkdir(exist_ok=True)
     write_json(RESULT, result)
     same = "one digest" if result["identical"] else f"{len(different)} files differ"

@@ -30,8 +30,17 @@ from tests.image.engine import Engine
 pytestmark = [pytest.mark.image, pytest.mark.timeout(1800)]  # the first one waits for the build
 
 OPTIONS = ("--epochs", "3", "--snapshot-every", "10", "--log-every", "1")
-HARDENED = ("--user", f"{UID}:{UID}", "--cap-drop", "ALL", "--security-opt", "no-new-privileges",
-            "--read-only", "--tmpfs", "/tmp")  # fmt: skip
+HARDENED = (
+    "--user",
+    f"{UID}:{UID}",
+    "--cap-drop",
+    "ALL",
+    "--security-opt",
+    "no-new-privileges",
+    "--read-only",
+    "--tmpfs",
+    "/tmp",
+)
 
 # Other NCCLs and drivers, as far as they are asked: what a user's environment may bring.
 
@@ -82,8 +91,17 @@ def test_no_argument_lists_the_recipes(engine: Engine, image: str) -> None:
 
 def test_the_weights_of_make_run(engine: Engine, image: str, reference: Result, runs: Path) -> None:
     """As one user among others, with no rights, no network and nothing writable but runs/."""
-    done = run(engine, "ddp_launch", "--nproc", "2", *OPTIONS, "--output-dir", "runs/run",
-               docker=(*HARDENED, "--shm-size=1g", "--network", "none"), folder=runs)  # fmt: skip
+    done = run(
+        engine,
+        "ddp_launch",
+        "--nproc",
+        "2",
+        *OPTIONS,
+        "--output-dir",
+        "runs/run",
+        docker=(*HARDENED, "--shm-size=1g", "--network", "none"),
+        folder=runs,
+    )
     assert done.assert_ok().sha == reference.sha
     assert done.losses == reference.losses
     assert {path.stat().st_uid for path in done.folder.rglob("*")} == {UID}
@@ -91,8 +109,9 @@ def test_the_weights_of_make_run(engine: Engine, image: str, reference: Result, 
 
 def test_doctor_finds_no_error_but_what_is_missing(engine: Engine, image: str, runs: Path) -> None:
     """Docker's own 64 MB of /dev/shm, and no network: true warnings."""
-    done = run(engine, "doctor", "--nproc", "2", docker=(*HARDENED, "--network", "none"),
-               folder=runs).assert_ok()  # fmt: skip
+    done = run(
+        engine, "doctor", "--nproc", "2", docker=(*HARDENED, "--network", "none"), folder=runs
+    ).assert_ok()
     lines = done.stdout.splitlines()
     assert not [line for line in lines if line.startswith("  error")], done.stdout
     assert "  warning  shared memory: /dev/shm has 64 MiB free" in lines
@@ -105,10 +124,18 @@ def test_make_image_run_says_what_it_ran(engine: Engine, image: str, runs: Path)
     open_to_all = all(path.stat().st_mode & 0o001 for path in (ROOT, *ROOT.parents))
     caller = UID if open_to_all else os.geteuid()
     done = engine.call(
-        "setpriv", f"--reuid={caller}", f"--regid={caller}", "--clear-groups", "make", "image-run",
-        "RECIPE=checkpoint_rnn", f"IMAGE={image}", f"RUNS={runs}", "PYTHON=python3",
+        "setpriv",
+        f"--reuid={caller}",
+        f"--regid={caller}",
+        "--clear-groups",
+        "make",
+        "image-run",
+        "RECIPE=checkpoint_rnn",
+        f"IMAGE={image}",
+        f"RUNS={runs}",
+        "PYTHON=python3",
         "ARGS=--max-steps 2 --output-dir runs/run",
-    )  # fmt: skip
+    )
     assert "checkpoint_rnn: " in done.stdout
     assert {path.stat().st_uid for path in (runs / "run").rglob("*")} == {caller}
     manifest = json.loads((runs / "run" / "manifest.json").read_text())
@@ -128,8 +155,12 @@ def test_make_image_run_says_what_it_ran(engine: Engine, image: str, runs: Path)
 
 
 def test_two_hosts_of_compose(engine: Engine, image: str, reference: Result, runs: Path) -> None:
-    env = {"IMAGE": image, "RUNS": str(runs), "OWNER": f"{UID}:{UID}",
-           "OPTIONS": " ".join([*OPTIONS, "--output-dir", "runs/run"])}  # fmt: skip
+    env = {
+        "IMAGE": image,
+        "RUNS": str(runs),
+        "OWNER": f"{UID}:{UID}",
+        "OPTIONS": " ".join([*OPTIONS, "--output-dir", "runs/run"]),
+    }
     compose = ("compose", "--file", "docker/compose.yaml", "--profile", "cpu")
     try:
         said = engine.run(*compose, "up", env=env).stdout
@@ -149,10 +180,24 @@ def test_docker_stop_saves_and_docker_start_goes_on(
     slow.mkdir()
     (slow / "sitecustomize.py").write_text(_SLOW)
     container = engine.run(
-        "run", "--detach", "--volume", f"{runs}:/workspace/runs", "--volume", f"{slow}:/slow:ro",
-        "--user", f"{UID}:{UID}", "--env", "PYTHONPATH=/opt/recipes:/slow", image,
-        "ddp_launch", "--nproc", "2", *OPTIONS, "--output-dir", "runs/run",
-    ).stdout.strip()  # fmt: skip
+        "run",
+        "--detach",
+        "--volume",
+        f"{runs}:/workspace/runs",
+        "--volume",
+        f"{slow}:/slow:ro",
+        "--user",
+        f"{UID}:{UID}",
+        "--env",
+        "PYTHONPATH=/opt/recipes:/slow",
+        image,
+        "ddp_launch",
+        "--nproc",
+        "2",
+        *OPTIONS,
+        "--output-dir",
+        "runs/run",
+    ).stdout.strip()
     try:
         metrics = runs / "run" / "metrics.jsonl"
         wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 13)
@@ -172,29 +217,79 @@ def test_docker_stop_saves_and_docker_start_goes_on(
 
 def test_small_shared_memory(engine: Engine, image: str, runs: Path) -> None:
     """Docker's default is 64 MB: refused with the flag to add, or fewer loading processes."""
-    images = ("ddp_launch", "--nproc", "2", "--data", "fake", "--image-size", "64",
-              "--max-steps", "1")  # fmt: skip
+    images = (
+        "ddp_launch",
+        "--nproc",
+        "2",
+        "--data",
+        "fake",
+        "--image-size",
+        "64",
+        "--max-steps",
+        "1",
+    )
     user = ("--user", f"{UID}:{UID}")
-    refused = run(engine, *images, "--num-workers", "1", "--output-dir", "runs/refused",
-                  folder=runs, docker=user)  # fmt: skip
+    refused = run(
+        engine,
+        *images,
+        "--num-workers",
+        "1",
+        "--output-dir",
+        "runs/refused",
+        folder=runs,
+        docker=user,
+    )
     assert refused.status == 2
     (line,) = refused.errors
-    assert re.match(r"error: --num-workers 1: /dev/shm has 64 MiB free, and batches of \d+ MiB "
-                    r"leave room for 0 loading processes on each of 2 ranks", line)  # fmt: skip
+    assert re.match(
+        r"error: --num-workers 1: /dev/shm has 64 MiB free, and batches of \d+ MiB "
+        r"leave room for 0 loading processes on each of 2 ranks",
+        line,
+    )
     assert "--shm-size=" in line
     assert not list(runs.rglob("metrics.jsonl"))
-    fewer = run(engine, *images, "--num-workers", "auto", "--output-dir", "runs/fewer",
-                folder=runs, docker=user)  # fmt: skip
+    fewer = run(
+        engine,
+        *images,
+        "--num-workers",
+        "auto",
+        "--output-dir",
+        "runs/fewer",
+        folder=runs,
+        docker=user,
+    )
     assert "leave room for 0 loading processes" in fewer.assert_ok().stdout
-    enough = run(engine, *images, "--num-workers", "1", "--output-dir", "runs/enough",
-                 folder=runs, docker=(*user, "--shm-size=1g"))  # fmt: skip
-    shas = {json.loads((runs / name / "summary.json").read_text())["weights_sha256"]
-            for name in ("fewer", "enough")}  # fmt: skip
+    enough = run(
+        engine,
+        *images,
+        "--num-workers",
+        "1",
+        "--output-dir",
+        "runs/enough",
+        folder=runs,
+        docker=(*user, "--shm-size=1g"),
+    )
+    shas = {
+        json.loads((runs / name / "summary.json").read_text())["weights_sha256"]
+        for name in ("fewer", "enough")
+    }
     assert enough.assert_ok().status == fewer.status
     assert len(shas) == 1
     # What is said to fit does fit, to the last process.
-    small = ("ddp_launch", "--nproc", "2", "--data", "fake", "--image-size", "40", "--max-steps",
-             "4", "--output-dir", "runs/small", "--num-workers")  # fmt: skip
+    small = (
+        "ddp_launch",
+        "--nproc",
+        "2",
+        "--data",
+        "fake",
+        "--image-size",
+        "40",
+        "--max-steps",
+        "4",
+        "--output-dir",
+        "runs/small",
+        "--num-workers",
+    )
     (line,) = run(engine, *small, "50", folder=runs, docker=user).errors
     (most,) = re.findall(r"leave room for (\d+) loading", line)
     assert int(most) >= 2
@@ -205,8 +300,11 @@ def test_small_shared_memory(engine: Engine, image: str, runs: Path) -> None:
 def test_another_nccl_is_refused(engine: Engine, image: str, tmp_path: Path, variable: str) -> None:
     fake = library(tmp_path / "fake", "libnccl.so.2", OTHER_NCCL)
     value = "/fake/libnccl.so.2" if variable == "LD_PRELOAD" else "/elsewhere:/fake"
-    done = run(engine, "ddp_launch",
-               docker=("--volume", f"{fake}:/fake:ro", "--env", f"{variable}={value}"))  # fmt: skip
+    done = run(
+        engine,
+        "ddp_launch",
+        docker=("--volume", f"{fake}:/fake:ro", "--env", f"{variable}={value}"),
+    )
     assert done.status == 2
     assert done.errors == [
         f"error: {variable} brings nccl 2.18.3 where cu132 pins 2.30.7 (/fake/libnccl.so.2): "
@@ -287,9 +385,18 @@ def test_a_changed_lock_ends_the_build(engine: Engine, image: str, tmp_path: Pat
     lock.write_text(
         lock.read_text().replace("nvidia-nccl-cu13==2.30.7", "nvidia-nccl-cu13==2.30.4")
     )
-    done = engine.run("build", "--file", copy / "docker" / "Dockerfile", "--target", "runtime",
-                      "--tag", "torch-recipes:changed", *engine.build_arguments(), copy,
-                      check=False)  # fmt: skip
+    done = engine.run(
+        "build",
+        "--file",
+        copy / "docker" / "Dockerfile",
+        "--target",
+        "runtime",
+        "--tag",
+        "torch-recipes:changed",
+        *engine.build_arguments(),
+        copy,
+        check=False,
+    )
     assert done.returncode != 0
     assert "error: nccl 2.30.4 where cu132 pins 2.30.7" in done.stderr
 

@@ -118,8 +118,13 @@ class Cluster:
             f"NodeName={node} NodeAddr={_ADDRESSES[node]} CPUs=8 RealMemory=8000 Gres=gpu:h100:2"
             for node in NODES
         )
-        conf = _CONF.format(head=HEAD, head_address=_ADDRESSES[HEAD], folder=self.folder,
-                            nodes=nodes, first_job_id=int(time.time()) % 10_000_000)  # fmt: skip
+        conf = _CONF.format(
+            head=HEAD,
+            head_address=_ADDRESSES[HEAD],
+            folder=self.folder,
+            nodes=nodes,
+            first_job_id=int(time.time()) % 10_000_000,
+        )
         kept = [s for s in conf.splitlines() if s.partition("=")[0] not in self._settings]
         changed = [f"{name}={value}" for name, value in self._settings.items()]
         (self.folder / "slurm.conf").write_text("\n".join([*changed, *kept, ""]))
@@ -141,8 +146,20 @@ class Cluster:
             host = f"{self._name}-{name}"
             _ip("netns", "add", host)
             _ip("-n", host, "link", "set", "lo", "up")
-            _ip("-n", host, "link", "add", "eth0", "type", "veth",
-                "peer", "name", f"to-{name}", "netns", bridge)  # fmt: skip
+            _ip(
+                "-n",
+                host,
+                "link",
+                "add",
+                "eth0",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"to-{name}",
+                "netns",
+                bridge,
+            )
             _ip("-n", host, "addr", "add", f"{address}/24", "dev", "eth0")
             _ip("-n", host, "link", "set", "eth0", "up")
             _ip("-n", bridge, "link", "set", f"to-{name}", "master", "bridge", "up")
@@ -155,10 +172,20 @@ class Cluster:
         key.chmod(0o400)
         socket = folder / "socket"
         command: list[str | Path] = [
-            "munged", "--foreground", "--force", "--key-file", key, "--socket", socket,
-            "--pid-file", folder / "pid", "--log-file", folder / "log",
-            "--seed-file", folder / "seed",
-        ]  # fmt: skip
+            "munged",
+            "--foreground",
+            "--force",
+            "--key-file",
+            key,
+            "--socket",
+            socket,
+            "--pid-file",
+            folder / "pid",
+            "--log-file",
+            folder / "log",
+            "--seed-file",
+            folder / "seed",
+        ]
         self._daemons.append(self._popen(command, "munged"))
         wait_for(socket.exists, 10)
 
@@ -170,8 +197,17 @@ class Cluster:
         """The words that run a command in a host's network, under its name and hosts file."""
         script = f'hostname {host}; mount --bind {self.folder}/hosts /etc/hosts; exec "$@"'
         # Not `ip netns exec`, which mounts a /sys without the cgroups that slurmd looks for.
-        return ["nsenter", f"--net={self.network(host)}", "unshare", "--uts", "--mount",
-                "sh", "-c", script, "sh"]  # fmt: skip
+        return [
+            "nsenter",
+            f"--net={self.network(host)}",
+            "unshare",
+            "--uts",
+            "--mount",
+            "sh",
+            "-c",
+            script,
+            "sh",
+        ]
 
     def _popen(self, command: Sequence[str | Path], log: str) -> "subprocess.Popen[bytes]":
         with (self.folder / f"{log}.out").open("ab") as file:
@@ -199,8 +235,17 @@ class Cluster:
         """Start a node's daemon; a shell is its first process, which buries what Slurm leaves."""
         _ip("-n", f"{self._name}-{node}", "link", "set", "eth0", "up")
         boot = f"slurmd -N {node} -D & wait"
-        command = [*self._inside(node), "unshare", "--pid", "--fork", "--kill-child",
-                   "--mount-proc", "bash", "-c", boot]  # fmt: skip
+        command = [
+            *self._inside(node),
+            "unshare",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "bash",
+            "-c",
+            boot,
+        ]
         self._nodes[node] = self._popen(command, f"slurmd.{node}")
 
     def power_off(self, node: str) -> None:
@@ -211,8 +256,9 @@ class Cluster:
         process.wait()
 
     def _idle(self) -> int:
-        states = self.run("sinfo", "--noheader", "--Node", "--partition", "main", "--format", "%T",
-                          check=False).stdout.split()  # fmt: skip
+        states = self.run(
+            "sinfo", "--noheader", "--Node", "--partition", "main", "--format", "%T", check=False
+        ).stdout.split()
         return sum(state == "idle" for state in states)
 
     def env(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -237,9 +283,15 @@ class Cluster:
         """Start a command on the head node."""
         return subprocess.Popen(
             [*self._inside(HEAD), *map(str, command)],
-            env=self.env(env), cwd=cwd, text=True, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, **more,
-        )  # fmt: skip
+            env=self.env(env),
+            cwd=cwd,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            **more,
+        )
 
     def run(
         self,

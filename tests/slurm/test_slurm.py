@@ -135,9 +135,17 @@ class Submitter:
         path = ROOT / "slurm" / f"{file}.sbatch" if isinstance(file, str) else file
         log = self.folder / f"{name}.log"
         done = self.cluster.run(
-            *inside, "sbatch", "--parsable", "--output", log, *sbatch, path, *arguments,
-            env={"RUNS": str(self.folder / "all runs"), **(env or {})}, cwd=self.folder,
-        )  # fmt: skip
+            *inside,
+            "sbatch",
+            "--parsable",
+            "--output",
+            log,
+            *sbatch,
+            path,
+            *arguments,
+            env={"RUNS": str(self.folder / "all runs"), **(env or {})},
+            cwd=self.folder,
+        )
         job_id = done.stdout.strip()
         recipe = str(arguments[0]) if arguments else "none"
         run = self.folder / "all runs" / recipe / f"slurm-{job_id}"
@@ -195,9 +203,16 @@ def submit_py(
     submit: Submitter, *options: str, env: Mapping[str, str] | None = None
 ) -> "subprocess.CompletedProcess[str]":
     return submit.cluster.run(
-        sys.executable, ROOT / "slurm" / "submit.py", "ddp_launch", "--runs", submit.folder,
-        *options, cwd=submit.folder, check=False, env=env,
-    )  # fmt: skip
+        sys.executable,
+        ROOT / "slurm" / "submit.py",
+        "ddp_launch",
+        "--runs",
+        submit.folder,
+        *options,
+        cwd=submit.folder,
+        check=False,
+        env=env,
+    )
 
 
 def submitted(submit: Submitter, said: str) -> list[Job]:
@@ -207,11 +222,20 @@ def submitted(submit: Submitter, said: str) -> list[Job]:
 
 # What a notebook's cell and an interactive session leave in the shell that submits.
 LEAKED = {
-    "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "OMPI_COMM_WORLD_RANK": "0", "SLURM_MEM_PER_CPU": "10", "SLURM_PTY_PORT": "1",
-    "SLURM_STEP_RESV_PORTS": "29500", "SLURM_CPU_BIND_TYPE": "mask_cpu:", "SLURM_CPU_BIND": "bad",
-}  # fmt: skip
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "OMPI_COMM_WORLD_RANK": "0",
+    "SLURM_MEM_PER_CPU": "10",
+    "SLURM_PTY_PORT": "1",
+    "SLURM_STEP_RESV_PORTS": "29500",
+    "SLURM_CPU_BIND_TYPE": "mask_cpu:",
+    "SLURM_CPU_BIND": "bad",
+}
 
 
 def test_submitit(submit: Submitter, reference: Result) -> None:
@@ -235,8 +259,14 @@ def requeue(cluster: Cluster, job: Job) -> None:
 
 
 def preempt(cluster: Cluster, job: Job) -> None:
-    cluster.run("sbatch", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null",
-                "--wrap=sleep 1")  # fmt: skip
+    cluster.run(
+        "sbatch",
+        "--partition=high",
+        "--nodes=4",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap=sleep 1",
+    )
 
 
 def signal_tasks(cluster: Cluster, job: Job) -> None:
@@ -254,8 +284,10 @@ def signal_all(cluster: Cluster, job: Job) -> None:
 def power_cut(cluster: Cluster, job: Job) -> None:
     cluster.power_off("n2")
     try:
-        wait_for(lambda: "down" in cluster.run("sinfo", "-h", "-n", "n2", "-o", "%T").stdout,
-                 every_s=ASK_S)  # fmt: skip
+        wait_for(
+            lambda: "down" in cluster.run("sinfo", "-h", "-n", "n2", "-o", "%T").stdout,
+            every_s=ASK_S,
+        )
     finally:
         cluster.power_on("n2")
 
@@ -300,8 +332,13 @@ def interrupt(
 def test_an_interrupted_job_ends_with_the_same_weights(
     submit: Submitter, reference: Result, how: Callable[[Cluster, Job], None]
 ) -> None:
-    job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.03"),
-                 sbatch=(*TWO_BY_TWO, "--nodelist=n[1-2]"))  # fmt: skip
+    job = submit(
+        "train",
+        "ddp_launch",
+        *OPTIONS,
+        env=submit.patch(STEP_S="0.03"),
+        sbatch=(*TWO_BY_TWO, "--nodelist=n[1-2]"),
+    )
     went = interrupt(job, how, reference)
     assert went.restarts in TIMES, went.said
     if how is power_cut:  # nobody was told
@@ -314,8 +351,9 @@ def test_an_interrupted_job_ends_with_the_same_weights(
 def test_torchrun_goes_on_too(
     submit: Submitter, pair: Result, how: Callable[[Cluster, Job], None]
 ) -> None:
-    job = submit("torchrun", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.03"),
-                 sbatch=ONE_EACH)  # fmt: skip
+    job = submit(
+        "torchrun", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.03"), sbatch=ONE_EACH
+    )
     went = interrupt(job, how, pair)
     assert went.restarts in TIMES, went.said
     assert went.repeated_steps == 0
@@ -325,8 +363,14 @@ def test_torchrun_goes_on_too(
 def test_submitit_goes_on_too(
     submit: Submitter, pair: Result, how: Callable[[Cluster, Job], None]
 ) -> None:
-    done = submit_py(submit, *ONE_EACH, "--slurm=nodelist=n[1-2]",
-                     "--", *OPTIONS, env=submit.patch(STEP_S="0.03"))  # fmt: skip
+    done = submit_py(
+        submit,
+        *ONE_EACH,
+        "--slurm=nodelist=n[1-2]",
+        "--",
+        *OPTIONS,
+        env=submit.patch(STEP_S="0.03"),
+    )
     assert done.returncode == 0, done.stderr
     (job,) = submitted(submit, done.stdout)
     went = interrupt(job, how, pair)
@@ -346,14 +390,20 @@ def test_submitit_here_and_now(submit: Submitter) -> None:
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [(("--nodes", "two"), "--nodes: invalid int value"), (("--no-such",), "--no-such"),
-     (("--gpus-per-node=2", "--tasks-per-node=1"), "one rank per GPU is needed"),
-     (("--partition=none",), "sbatch refused: "), (("--runs", "/proc/no"), "cannot be written"),
-     (("--local", "--runs", "/proc/no"), "cannot be written"), (("--", "--epocs", "3"), "--epocs"),
-     (("--slurm", "array=0-3"), "-- OPTIONS -- OPTIONS"), (("--slurm", "time=1"), "give --time"),
-     (("--", "--lr", "-1"), "--lr must be positive"),
-     (("--", "--output-dir=x", "--", "--output-dir=x"), "would share --output-dir x")],
-)  # fmt: skip
+    [
+        (("--nodes", "two"), "--nodes: invalid int value"),
+        (("--no-such",), "--no-such"),
+        (("--gpus-per-node=2", "--tasks-per-node=1"), "one rank per GPU is needed"),
+        (("--partition=none",), "sbatch refused: "),
+        (("--runs", "/proc/no"), "cannot be written"),
+        (("--local", "--runs", "/proc/no"), "cannot be written"),
+        (("--", "--epocs", "3"), "--epocs"),
+        (("--slurm", "array=0-3"), "-- OPTIONS -- OPTIONS"),
+        (("--slurm", "time=1"), "give --time"),
+        (("--", "--lr", "-1"), "--lr must be positive"),
+        (("--", "--output-dir=x", "--", "--output-dir=x"), "would share --output-dir x"),
+    ],
+)
 def test_wrong_at_submission(submit: Submitter, options: tuple[str, ...], expected: str) -> None:
     done = submit_py(submit, *options)
     assert done.returncode == 2
@@ -378,8 +428,19 @@ def test_a_signal_before_training_starts_the_job_again(
     wait_for(lambda: job.info["JobState"] == "RUNNING", every_s=0.1)
     time.sleep({"torchrun, its check": 1, "torchrun": 5}.get(how, 2))  # while torch is imported
     if "one node" in how:  # the others wait for them, and are killed for that
-        submit.cluster.run("srun", "--overlap", "--jobid", job.job_id, "-n1", "-N1", "-wn2",
-                           "pkill", "-USR2", "-f", f"slurm-{job.job_id}$")  # fmt: skip
+        submit.cluster.run(
+            "srun",
+            "--overlap",
+            "--jobid",
+            job.job_id,
+            "-n1",
+            "-N1",
+            "-wn2",
+            "pkill",
+            "-USR2",
+            "-f",
+            f"slurm-{job.job_id}$",
+        )
     else:
         submit.cluster.run("scancel", "--signal=USR2", job.job_id)
     assert job.result.assert_ok().sha == reference.sha, job.said
@@ -391,8 +452,9 @@ def test_a_signal_before_training_starts_the_job_again(
 
 
 def test_torchrun_starts_a_killed_rank_again(submit: Submitter, pair: Result) -> None:
-    job = submit("torchrun", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.03"),
-                 sbatch=ONE_EACH)  # fmt: skip
+    job = submit(
+        "torchrun", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.03"), sbatch=ONE_EACH
+    )
     wait_for(lambda: job.step > 60)
     kill = ("pkill", "-KILL", "--newest", "-f", f"slurm-{job.job_id}$")  # a rank
     on_n2 = ("srun", "--overlap", "--jobid", job.job_id, "-n1", "-N1", "--nodelist=n2")
@@ -406,8 +468,13 @@ def test_torchrun_starts_a_killed_rank_again(submit: Submitter, pair: Result) ->
 @pytest.mark.slow
 def test_a_real_time_limit(submit: Submitter, reference: Result) -> None:
     # Longer than the limit of a minute; Slurm may warn up to a minute too early.
-    job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.3"),
-                 sbatch=(*TWO_BY_TWO, "--time=1", "--signal=USR2@20"))  # fmt: skip
+    job = submit(
+        "train",
+        "ddp_launch",
+        *OPTIONS,
+        env=submit.patch(STEP_S="0.3"),
+        sbatch=(*TWO_BY_TWO, "--time=1", "--signal=USR2@20"),
+    )
     info = job.ended(280)
     assert job.result.assert_ok().sha == reference.sha
     assert int(info["Restarts"]) >= 1
@@ -420,8 +487,7 @@ def test_a_real_time_limit(submit: Submitter, reference: Result) -> None:
 
 
 def test_a_cancelled_job_saves_and_stays_cancelled(submit: Submitter) -> None:
-    job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.02"),
-                 sbatch=ONE_EACH)  # fmt: skip
+    job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.02"), sbatch=ONE_EACH)
     wait_for(lambda: job.step > 60)
     submit.cluster.run("scancel", job.job_id)
     assert job.ended()["JobState"] == "CANCELLED"
@@ -432,8 +498,13 @@ def test_a_cancelled_job_saves_and_stays_cancelled(submit: Submitter) -> None:
 def test_where_requeue_is_refused_the_log_says_how_to_go_on(
     submit: Submitter, pair: Result
 ) -> None:
-    job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.03"),
-                 sbatch=(*ONE_EACH, "--no-requeue"))  # fmt: skip
+    job = submit(
+        "train",
+        "ddp_launch",
+        *OPTIONS,
+        env=submit.patch(STEP_S="0.03"),
+        sbatch=(*ONE_EACH, "--no-requeue"),
+    )
     wait_for(lambda: job.step > 60)
     submit.cluster.run("scancel", "--signal=USR2", job.job_id)
     assert job.result.status == 75
@@ -467,8 +538,18 @@ def test_a_second_signal_and_no_slurmctld_while_the_job_concludes(
 def test_restarts_without_progress_end(submit: Submitter) -> None:
     """A loss that is not finite right after a snapshot, again and again."""
     env = {"MAX_RESTARTS": "1"}
-    job = submit("train", "ddp_launch", "--lr", "1e6", "--snapshot-every", "1", "--log-every", "1",
-                 env=env, sbatch=ONE_EACH)  # fmt: skip
+    job = submit(
+        "train",
+        "ddp_launch",
+        "--lr",
+        "1e6",
+        "--snapshot-every",
+        "1",
+        "--log-every",
+        "1",
+        env=env,
+        sbatch=ONE_EACH,
+    )
     info = job.ended()
     assert (info["JobState"], info["ExitCode"], info["Restarts"]) == ("FAILED", "1:0", "1")
     assert "error: 1 restarts in a row without a new snapshot" in job.said
@@ -490,16 +571,25 @@ WRONG = {
     "folder": (("ddp_launch", "--output-dir", "/proc/no"), {}, (), "cannot be written"),
     "too many tasks": (("ddp_launch",), {}, ("--gpus-per-node=1",), "2 ranks a node, but 1 GPUs"),
     "too few tasks": (
-        ("ddp_launch",), {}, ("--gpus-per-node=2", "--ntasks-per-node=1"), "1 ranks a node, but 2",
+        ("ddp_launch",),
+        {},
+        ("--gpus-per-node=2", "--ntasks-per-node=1"),
+        "1 ranks a node, but 2",
     ),
     "GPUs that torch does not see": (
-        ("ddp_launch",), {}, ("--gpus-per-node=2",), "but torch sees none",
+        ("ddp_launch",),
+        {},
+        ("--gpus-per-node=2",),
+        "but torch sees none",
     ),
     "array": (
-        ("ddp_launch", "--output-dir=x"), {}, ("--array=7",), "tasks of an array would share",
+        ("ddp_launch", "--output-dir=x"),
+        {},
+        ("--array=7",),
+        "tasks of an array would share",
     ),
     "container": (("ddp_launch",), {"CONTAINER": "docker:x"}, (), "CONTAINER must be"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -534,26 +624,50 @@ def test_wrong_at_the_start_of_torchrun(submit: Submitter, what: str) -> None:
 
 # A shell of a step, in an allocation.
 _SESSION = (
-    "salloc", "--nodelist=n1", "--ntasks=1", "--mem-per-cpu=500", "--gpus-per-node=2",
-    sys.executable, "-c", "import pty, sys; pty.spawn(['srun', '--pty', *sys.argv[1:]])",
-)  # fmt: skip
+    "salloc",
+    "--nodelist=n1",
+    "--ntasks=1",
+    "--mem-per-cpu=500",
+    "--gpus-per-node=2",
+    sys.executable,
+    "-c",
+    "import pty, sys; pty.spawn(['srun', '--pty', *sys.argv[1:]])",
+)
 
 
 def test_an_interactive_session_leaks_nothing_into_a_job(submit_strictly: Submitter) -> None:
     submit = submit_strictly
-    noting = (f'grep Cpus_allowed_list /proc/self/status >> {submit.folder}/cores.$SLURM_JOB_ID; '
-              f'exec {sys.executable} "$@"')  # fmt: skip
+    noting = (
+        f"grep Cpus_allowed_list /proc/self/status >> {submit.folder}/cores.$SLURM_JOB_ID; "
+        f'exec {sys.executable} "$@"'
+    )
     python = stub(submit.folder, "python", noting)["PATH"].split(":")[0] + "/python"
     jobs = [
-        submit("train", "ddp_launch", "--epochs", "1", sbatch=sbatch, env={"PYTHON": python, **env},
-               inside=_SESSION, name=name)
+        submit(
+            "train",
+            "ddp_launch",
+            "--epochs",
+            "1",
+            sbatch=sbatch,
+            env={"PYTHON": python, **env},
+            inside=_SESSION,
+            name=name,
+        )
         for name, sbatch, env in (
             ("four", (*TWO_BY_TWO, "--mem=4000", "--nodelist=n[1-2]"), {}),
             # And from the script of an array's task that submits the next job.
-            ("one", ("--nodes=1",), {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1",
-                                     "SLURM_NTASKS": "4", "SLURM_RESTART_COUNT": "2"}),
+            (
+                "one",
+                ("--nodes=1",),
+                {
+                    "SLURM_ARRAY_JOB_ID": "7",
+                    "SLURM_ARRAY_TASK_ID": "1",
+                    "SLURM_NTASKS": "4",
+                    "SLURM_RESTART_COUNT": "2",
+                },
+            ),
         )
-    ]  # fmt: skip
+    ]
     for job, world_size in zip(jobs, (4, 1), strict=True):
         assert job.result.assert_ok().summary["world_size"] == world_size, job.said
     assert json.loads((jobs[0].run / "manifest.json").read_text())["hosts"] == ["n1", "n2"]
@@ -576,16 +690,24 @@ def test_ranks_left_in_the_shell_are_not_the_jobs(submit: Submitter, file: str) 
 
 def test_torchrun_has_its_ranks_memory(submit_strictly: Submitter) -> None:
     """As the README asks for it; that of one core is too little."""
-    job = submit_strictly("torchrun", "ddp_launch", "--epochs", "1", "--device", "cpu",
-                          sbatch=(*TWO_BY_TWO, "--gpus-per-node=2"))  # fmt: skip
+    job = submit_strictly(
+        "torchrun",
+        "ddp_launch",
+        "--epochs",
+        "1",
+        "--device",
+        "cpu",
+        sbatch=(*TWO_BY_TWO, "--gpus-per-node=2"),
+    )
     assert job.result.assert_ok().summary["world_size"] == 4
 
 
 def test_a_site_that_kills_at_the_first_exit_lets_all_ranks_save(
     submit_strictly: Submitter, pair: Result
 ) -> None:
-    job = submit_strictly("train", "ddp_launch", *OPTIONS,
-                          env=submit_strictly.patch(STEP_S="0.03"), sbatch=ONE_EACH)  # fmt: skip
+    job = submit_strictly(
+        "train", "ddp_launch", *OPTIONS, env=submit_strictly.patch(STEP_S="0.03"), sbatch=ONE_EACH
+    )
     assert interrupt(job, signal_tasks, pair).repeated_steps == 0
 
 
@@ -593,12 +715,19 @@ def test_rank_0_on_another_host_than_the_first_is_said(submit: Submitter) -> Non
     hosts = submit.folder / "hosts"
     hosts.write_text("n3\nn1\n")
     jobs = [
-        submit("train", "ddp_launch", *options, name=name,
-               env={"SLURM_HOSTFILE": str(hosts), **env},
-               sbatch=(*ONE_EACH, "--nodelist=n[1,3]", "--distribution=arbitrary"))
-        for name, env, options in (("wrong", {}, ("--check",)),
-                                   ("right", {"MASTER_ADDR": "n3"}, ("--epochs", "1")))
-    ]  # fmt: skip
+        submit(
+            "train",
+            "ddp_launch",
+            *options,
+            name=name,
+            env={"SLURM_HOSTFILE": str(hosts), **env},
+            sbatch=(*ONE_EACH, "--nodelist=n[1,3]", "--distribution=arbitrary"),
+        )
+        for name, env, options in (
+            ("wrong", {}, ("--check",)),
+            ("right", {"MASTER_ADDR": "n3"}, ("--epochs", "1")),
+        )
+    ]
     assert jobs[0].result.status == 2
     assert "error: rank 0 is on n3, but the other ranks look for it on n1" in jobs[0].said
     assert jobs[1].result.assert_ok().summary["world_size"] == 2
@@ -606,8 +735,11 @@ def test_rank_0_on_another_host_than_the_first_is_said(submit: Submitter) -> Non
 
 def test_a_rank_that_alone_cannot_begin_is_named_once(submit: Submitter) -> None:
     one = '[ $SLURM_PROCID = 3 ] && set -- --lr none; exec "$0" -m recipes ddp_launch "$@"'
-    job = submit(submit.script(f"srun bash -c '{one}' {sys.executable}\n"
-                               f"srun {sys.executable} -m recipes ddp_lunch"))  # fmt: skip
+    job = submit(
+        submit.script(
+            f"srun bash -c '{one}' {sys.executable}\nsrun {sys.executable} -m recipes ddp_lunch"
+        )
+    )
     job.ended(60)
     alone, alike = re.findall("(?m)^error: .*$", job.said)
     assert re.match(r"error: rank 3 on n2: .*--lr", alone)
@@ -644,26 +776,43 @@ def test_two_runs_of_one_job_do_not_share_a_folder(submit: Submitter) -> None:
 
 def test_fewer_ranks_than_the_gpus_of_an_exclusive_node(submit: Submitter) -> None:
     ways: list[tuple[list[str], list[str]]] = [
-        (["--device", "cpu"], []), (["--device=cpu"], []), ([], ["--gpus-per-node=h100:1"])
-    ]  # fmt: skip
+        (["--device", "cpu"], []),
+        (["--device=cpu"], []),
+        ([], ["--gpus-per-node=h100:1"]),
+    ]
     jobs = [
-        submit("train", "ddp_launch", "--check", *options, name=str(number),
-               sbatch=("--exclusive", "--nodes=1", "--ntasks-per-node=1", *sbatch))
+        submit(
+            "train",
+            "ddp_launch",
+            "--check",
+            *options,
+            name=str(number),
+            sbatch=("--exclusive", "--nodes=1", "--ntasks-per-node=1", *sbatch),
+        )
         for number, (options, sbatch) in enumerate(ways)
-    ]  # fmt: skip
+    ]
     for job in jobs:
         job.result.assert_ok()
 
 
 def test_an_array_on_one_node_shares_no_port(submit: Submitter) -> None:
     options = ("--epochs", "4")
-    array = submit("train", "ddp_launch", *options, name="%a",
-                   sbatch=("--array=0-3", "--ntasks-per-node=2", "--nodelist=n3"))  # fmt: skip
+    array = submit(
+        "train",
+        "ddp_launch",
+        *options,
+        name="%a",
+        sbatch=("--array=0-3", "--ntasks-per-node=2", "--nodelist=n3"),
+    )
     jobs = [
-        Job(submit.cluster, f"{array.job_id}_{task}", submit.folder / f"{task}.log",
-            Path(f"{array.run}_{task}"))
+        Job(
+            submit.cluster,
+            f"{array.job_id}_{task}",
+            submit.folder / f"{task}.log",
+            Path(f"{array.run}_{task}"),
+        )
         for task in range(4)
-    ]  # fmt: skip
+    ]
     assert len({job.result.assert_ok().sha for job in jobs}) == 1
     started = [job.info["StartTime"] for job in jobs]
     assert all(job.info["EndTime"] > max(started) for job in jobs), "not at the same time"
@@ -673,13 +822,22 @@ def test_an_array_over_seeds(submit: Submitter) -> None:
     """As the README says it."""
     wrap = "bash slurm/train.sbatch ddp_launch --epochs 1 --seed $SLURM_ARRAY_TASK_ID"
     array = submit.cluster.run(
-        "sbatch", "--parsable", "--array=0-1", f"--output={submit.folder}/%a.log", "--requeue",
-        "--signal=USR2@120", "--open-mode=append", "--time=1:00:00", f"--wrap={wrap}",
+        "sbatch",
+        "--parsable",
+        "--array=0-1",
+        f"--output={submit.folder}/%a.log",
+        "--requeue",
+        "--signal=USR2@120",
+        "--open-mode=append",
+        "--time=1:00:00",
+        f"--wrap={wrap}",
         env={"RUNS": str(submit.folder)},
-    ).stdout.strip()  # fmt: skip
+    ).stdout.strip()
     runs = [submit.folder / "ddp_launch" / f"slurm-{array}_{task}" for task in (0, 1)]
-    jobs = [Job(submit.cluster, f"{array}_{task}", submit.folder / f"{task}.log", run)
-            for task, run in enumerate(runs)]  # fmt: skip
+    jobs = [
+        Job(submit.cluster, f"{array}_{task}", submit.folder / f"{task}.log", run)
+        for task, run in enumerate(runs)
+    ]
     assert len({job.result.assert_ok().sha for job in jobs}) == 2
 
 
@@ -714,10 +872,11 @@ def test_a_shell_that_srun_opens_is_no_rank(submit: Submitter) -> None:
 
 
 def test_two_steps_side_by_side_share_no_port(submit: Submitter) -> None:
-    step = (f"srun --exact --ntasks=2 {sys.executable} -m recipes ddp_launch --epochs 4 "
-            "--output-dir")  # fmt: skip
-    job = submit(submit.script(f"{step} a & first=$!\n{step} b & wait $first && wait $!"),
-                 sbatch=("--ntasks=4", "--nodes=1"))  # fmt: skip
+    step = f"srun --exact --ntasks=2 {sys.executable} -m recipes ddp_launch --epochs 4 --output-dir"
+    job = submit(
+        submit.script(f"{step} a & first=$!\n{step} b & wait $first && wait $!"),
+        sbatch=("--ntasks=4", "--nodes=1"),
+    )
     assert job.ended()["ExitCode"] == "0:0", job.said
     for name in "ab":
         assert json.loads((submit.folder / name / "summary.json").read_text())["world_size"] == 2
@@ -774,17 +933,33 @@ def test_without_srun_and_by_torchrun_in_an_allocation(submit: Submitter) -> Non
     assert "world_size 2 (launcher: recipes)" in bare.stdout
     assert "not started by srun" in bare.stdout
     done = submit.cluster.run(
-        "salloc", "--ntasks=2", sys.executable, "-m", "torch.distributed.run",
-        "--nproc-per-node=2", "-m", "recipes.ddp_launch.train", *options, "torchrun",
-        cwd=submit.folder, env={"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        "salloc",
+        "--ntasks=2",
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "-m",
+        "recipes.ddp_launch.train",
+        *options,
+        "torchrun",
+        cwd=submit.folder,
+        env={"PYTHONPATH": str(ROOT)},
+    )
     assert "world_size 2 (launcher: torchrun)" in done.stdout
 
 
 def test_arguments_reach_the_recipe_untouched(submit: Submitter) -> None:
     folder = submit.folder / "a 'quoted' \"folder\" $HOME"
-    job = submit("train", "ddp_launch", "--epochs", "1", "--output-dir", folder,
-                 sbatch=("--ntasks-per-node=2",))  # fmt: skip
+    job = submit(
+        "train",
+        "ddp_launch",
+        "--epochs",
+        "1",
+        "--output-dir",
+        folder,
+        sbatch=("--ntasks-per-node=2",),
+    )
     assert job.ended()["ExitCode"] == "0:0", job.said
     assert (folder / "summary.json").exists()
     assert not job.run.exists()
@@ -801,16 +976,27 @@ def test_slurm_accepts_every_directive(cluster: Cluster) -> None:
 def test_make_slurm_check(submit: Submitter) -> None:
     need("make")
     done = submit.cluster.run(
-        "make", "-C", ROOT, "slurm-check", f"PYTHON={sys.executable}", "ARGS=--ntasks-per-node=2",
+        "make",
+        "-C",
+        ROOT,
+        "slurm-check",
+        f"PYTHON={sys.executable}",
+        "ARGS=--ntasks-per-node=2",
         env={"RUNS": str(submit.folder)},
-    )  # fmt: skip
+    )
     assert re.search(r"all ranks met \d+\.\d s after they were started", done.stdout)
     assert re.search(r"3  n2 +eth0 +cpu", done.stdout), done.stdout
     assert re.search(r"n2 +[\d,]+ +-?\d+\.\d+ ± \d+\.\d+ ms", done.stdout)
     refused = submit.cluster.run(
-        "make", "-C", ROOT, "slurm-check", f"PYTHON={sys.executable}", "ARGS=--partition=none",
-        check=False, env={"RUNS": str(submit.folder)},
-    )  # fmt: skip
+        "make",
+        "-C",
+        ROOT,
+        "slurm-check",
+        f"PYTHON={sys.executable}",
+        "ARGS=--partition=none",
+        check=False,
+        env={"RUNS": str(submit.folder)},
+    )
     assert refused.returncode == 2
     assert "invalid partition" in refused.stderr
     assert re.search(r"(?m)^error: this site refuses slurm/\w+.sbatch", refused.stderr)
@@ -819,12 +1005,32 @@ def test_make_slurm_check(submit: Submitter) -> None:
 def test_a_slow_link_and_a_wrong_clock_are_found(submit: Submitter) -> None:
     need("tc")
     inside = ["nsenter", f"--net={submit.cluster.network('n3')}", "tc", "qdisc"]
-    subprocess.run([*inside, "add", "dev", "eth0", "root", "tbf", "rate", "100mbit",
-                    "burst", "64kb", "latency", "100ms"], check=True)  # fmt: skip
+    subprocess.run(
+        [
+            *inside,
+            "add",
+            "dev",
+            "eth0",
+            "root",
+            "tbf",
+            "rate",
+            "100mbit",
+            "burst",
+            "64kb",
+            "latency",
+            "100ms",
+        ],
+        check=True,
+    )
     try:
         options = ("--largest", "4", "--rounds", "2")
-        job = submit("train", "check_network", *options, env=submit.patch(AHEAD="n3"),
-                     sbatch=("--nodes=3", "--nodelist=n[1-3]"))  # fmt: skip
+        job = submit(
+            "train",
+            "check_network",
+            *options,
+            env=submit.patch(AHEAD="n3"),
+            sbatch=("--nodes=3", "--nodelist=n[1-3]"),
+        )
         info = job.ended()
     finally:
         subprocess.run([*inside, "del", "dev", "eth0", "root"], check=True)
@@ -847,16 +1053,26 @@ def stub(folder: Path, name: str, text: str) -> dict[str, str]:
 
 def test_the_command_line_of_apptainer(submit: Submitter) -> None:
     """No apptainer here: a stand-in notes its words, then runs what follows the image."""
-    path = stub(submit.folder, "apptainer", (
-        f'printf "%s\\n" "$@" > {submit.folder}/words.$SLURM_PROCID; shift 5; [ $1 = python ]; '
-        f'shift; PYTHONPATH={ROOT} exec {sys.executable} "$@"'
-    ))  # fmt: skip
+    path = stub(
+        submit.folder,
+        "apptainer",
+        (
+            f'printf "%s\\n" "$@" > {submit.folder}/words.$SLURM_PROCID; shift 5; [ $1 = python ]; '
+            f'shift; PYTHONPATH={ROOT} exec {sys.executable} "$@"'
+        ),
+    )
     env = {"CONTAINER": "apptainer:/images/recipes.sif", "MOUNTS": "/data:/data", **path}
     job = submit("train", "ddp_launch", "--epochs", "1", env=env)
     assert job.result.assert_ok().summary["world_size"] == 4
     words = (submit.folder / "words.3").read_text().splitlines()
-    assert words[:6] == ["exec", "--nv", "--bind", f"{job.run},/data:/data",
-                         "/images/recipes.sif", "python"]  # fmt: skip
+    assert words[:6] == [
+        "exec",
+        "--nv",
+        "--bind",
+        f"{job.run},/data:/data",
+        "/images/recipes.sif",
+        "python",
+    ]
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -879,10 +1095,12 @@ def test_a_job_that_submits_a_sweep_from_python(submit: Submitter) -> None:
     (submit.folder / "common").mkdir()  # not the repository's
     (submit.folder / "common" / "__init__.py").touch()
     one = f"{ROOT}/slurm/submit.py ddp_launch --ntasks-per-node 2 --follow -- --epochs 1"
-    script = submit.script(f"PYTHONPATH={ROOT} {sys.executable} sweep.py\n"
-                           f"{sys.executable} {one}")  # fmt: skip
-    driver = submit(script, env={"RUNS": str(submit.folder), **LEAKED},
-                    sbatch=("--array=7", "--gpus-per-node=1", "--mem=100"))  # fmt: skip
+    script = submit.script(f"PYTHONPATH={ROOT} {sys.executable} sweep.py\n{sys.executable} {one}")
+    driver = submit(
+        script,
+        env={"RUNS": str(submit.folder), **LEAKED},
+        sbatch=("--array=7", "--gpus-per-node=1", "--mem=100"),
+    )
     assert driver.ended(200)["ExitCode"] == "0:0", driver.said
     runs = sorted((submit.folder / "ddp_launch").glob("slurm-*"))
     told = dict(re.findall(r"(?m)^(\d+_\d) (0\.\d+)$", driver.said))
@@ -902,11 +1120,18 @@ def test_a_held_job_outlives_ctrl_c_and_says_that_its_repository_was_moved(
     for name in ("common", "recipes", "slurm"):
         shutil.copytree(ROOT / name, repository / name)
     follower = submit.cluster.start(
-        sys.executable, repository / "slurm" / "submit.py", "ddp_launch", "--runs", submit.folder,
-        "--slurm", "hold", "--follow", cwd=submit.folder,
+        sys.executable,
+        repository / "slurm" / "submit.py",
+        "ddp_launch",
+        "--runs",
+        submit.folder,
+        "--slurm",
+        "hold",
+        "--follow",
+        cwd=submit.folder,
         # Where the tests run in a shell's background, they and what they start are deaf to it.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    )
     wait_for(lambda: list(submit.folder.glob("ddp_launch/submitit/*_submitted.pkl")))
     time.sleep(1)  # between submission and following
     follower.send_signal(signal.SIGINT)
@@ -916,8 +1141,9 @@ def test_a_held_job_outlives_ctrl_c_and_says_that_its_repository_was_moved(
         follower.kill()
     (job,) = submitted(submit, said)
     assert follower.returncode == 130, errors
-    assert said.endswith(f"goes on. To see more of it: tail -F {job.log}; "
-                         f"to end it: scancel {job.job_id}\n")  # fmt: skip
+    assert said.endswith(
+        f"goes on. To see more of it: tail -F {job.log}; to end it: scancel {job.job_id}\n"
+    )
     assert "Traceback" not in errors
     assert job.info["JobState"] == "PENDING"
     repository.rename(submit.folder / "moved")
