@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import gc
 import io
 import os
 import re
@@ -21,6 +22,13 @@ from common.launch.stack import check_versions
 from common.launch.start import launch
 
 C = TypeVar("C")
+
+# What is imported at the start is no garbage, and looking for it among a million objects takes a
+# fifth of the start. `common.run.loop` goes back to Python's own threshold when training begins.
+gc.set_threshold(100_000, 10, 10)
+
+# Before torch is imported: it warns of every connection from a host without a reverse name.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 LAUNCHED = {
     "ranks": "one process per device, started by this command, torchrun, srun or mpirun",
@@ -172,7 +180,7 @@ def run(
         return refuse(error, ranks)
 
     def body() -> None:
-        from common.group.meet import refuse_together
+        from common.group.meet import refuse_together  # imports torch
 
         try:
             train(config, ranks)
@@ -187,7 +195,7 @@ def refuse(error: InputError, ranks: Ranks | None = None) -> int:
     try:
         ranks = ranks or resolve()
         if ranks.world_size > 1:
-            from common.group.meet import refuse_together
+            from common.group.meet import refuse_together  # imports torch
 
             error = refuse_together(error, ranks)
     except (InputError, ImportError):  # this rank does not know its peers, or torch is broken
@@ -212,7 +220,7 @@ def _refuse_other_than(wanted: int, name: str, options: LaunchOptions, ranks: Ra
 
 
 def _compare(name: str, arguments: Sequence[str]) -> NoReturn:
-    """Become the program that measures: nothing in this room knows it."""
+    """Become the program that measures: `common` starts it, and imports nothing of it."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-P", "-m", "tools.bench", name, *arguments]
     os.execve(command[0], command, {**os.environ, "PYTHONPATH": path})  # noqa: S606

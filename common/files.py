@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and numbers of bytes in words."""
+"""Files that appear whole or not at all; the hash of weights; numbers of bytes in words."""
 
 import hashlib
 import json

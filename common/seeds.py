@@ -8,9 +8,7 @@ import numpy as np
 import torch
 
 
-def set_determinism(
-    *, deterministic: bool = True, cpu_threads: int = 1, tf32: bool = False
-) -> None:
+def set_determinism(*, deterministic: bool, cpu_threads: int, tf32: bool) -> None:
     """Choose the kernels and thread counts that decide a result's bits; call before any CUDA work.
 
     Args:

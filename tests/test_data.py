@@ -21,8 +21,7 @@ from sklearn.datasets import load_sample_images
 from torch import nn
 from torchvision import transforms as v1
 
-from common.data import image_folder
-from common.data import workers as loader_tuning
+from common.data import image_folder, workers
 from common.data.batches import DeviceBatches
 from common.data.datasets import (
     IMAGENET_MEAN,
@@ -272,7 +271,7 @@ def test_ranks_share_the_verification_of_what_they_all_see(pool: Pool, tmp_path:
 def on_cores(ranks: Ranks, cores: list[set[int]], quota: float | None) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda _: cores[ranks.rank])
-        patch.setattr(loader_tuning, "cpu_quotas", lambda: [quota] if quota else [])
+        patch.setattr(workers, "cpu_quotas", lambda: [quota] if quota else [])
         return cores_per_rank()
 
 

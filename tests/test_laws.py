@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.data.datasets import DataOptions, load_data
 from common.data.loaders import make_loaders
-from common.data.stream import GlobalBatches
+from common.data.stream import GlobalBatches, fixed_batches
 from common.errors import InputError, PeerError, StopRequested, TrainingError
 from common.files import weights_sha256
 from common.group.collectives import agreed
@@ -144,6 +144,25 @@ def test_evaluation_is_exact_and_the_same_for_every_world_size(pool: Pool) -> No
     assert found[0][0].total == 360, "digits keeps 360 of its 1,797 images for validation"
     assert 0 < found[0][0].correct < 360
     assert all(training for _, training in found), "the model is left in train mode"
+
+
+def losses_of_few_batches(ranks: Ranks) -> list[float]:
+    """Of batches whose number no four divides: torch adds such sums up in another order."""
+    losses = []
+    for count in (6, 7, 11):
+        for draw in range(20):
+            logits = torch.randn(count, 10, generator=torch.Generator().manual_seed(draw))
+            mine = fixed_batches(count, 1, ranks.rank, ranks.world_size)
+            batches = [(logits[[i]], torch.tensor([i % 10])) for ((_, i),) in mine]
+            losses.append(evaluate(lambda image: image, batches, count, CPU).loss)
+    return losses
+
+
+def test_any_number_of_batches_adds_up_to_the_same_loss(pool: Pool) -> None:
+    found = [
+        loss for world in (1, 2, 3) for loss in pool.run(in_group, world, losses_of_few_batches)
+    ]
+    assert all(losses == found[0] for losses in found)
 
 
 def run_training(ranks: Ranks, folder: Path, options: dict[str, dict[str, Any]]) -> bool:

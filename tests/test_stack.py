@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.data import workers as loader_tuning
+from common.data import workers
 from common.data.stream import Samples
 from common.errors import InputError
 from common.launch import stack
@@ -83,6 +83,6 @@ def test_loading_processes_are_no_more_than_shared_memory_holds() -> None:
     batch_bytes = 16 * (3 * 100 * 100 * 4 + 8)
     for most in (0, 1, 7):
         enough = batch_bytes * 2 * (2 * most + 2)  # two ready for each process, two in use
-        assert loader_tuning.most_workers(samples, 16, 2, enough)[0] == most
-        assert loader_tuning.most_workers(samples, 16, 2, enough - 1)[0] == max(0, most - 1)
-    assert loader_tuning.most_workers(samples, 16, 2, 0)[0] == 0
+        assert workers.most_workers(samples, 16, 2, enough)[0] == most
+        assert workers.most_workers(samples, 16, 2, enough - 1)[0] == max(0, most - 1)
+    assert workers.most_workers(samples, 16, 2, 0)[0] == 0

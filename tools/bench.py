@@ -3,7 +3,8 @@
     python -m tools.bench NAME [options]       measure, and renew results/, figure and README
     python -m tools.bench NAME --default-run   renew what the README says that a run printed
     python -m tools.bench NAME --redraw        renew figure and README from the JSON that is there
-    python -m recipes NAME --compare [options]   measure into --output-dir, and change nothing here
+    python -m recipes NAME --compare [options]   measure into --output-dir, and change nothing here;
+                                                 it starts this program with the same options
 
 A recipe's compare.py has `measure(arguments, folder, rounds)`, which returns tables and what the
 figure needs, and `draw(result, path)`.
@@ -24,6 +25,7 @@ from common import ROOT, cli
 from common.errors import STATUS_FINISHED, InputError
 from common.files import write_json
 from common.launch.fresh import run_fresh
+from common.launch.process import end_process, stop_at_once
 from common.run.folder import result_folder
 from common.run.manifest import describe_machine
 
@@ -166,6 +168,7 @@ def put_between(text: str, begin: str, end: str, content: str) -> str:
 
 def main() -> int:
     """Run from a command line; returns the exit status."""
+    stop_at_once()
     name, *arguments = sys.argv[1:] or [""]
     if name in ("-h", "--help"):
         print(__doc__)
@@ -175,4 +178,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

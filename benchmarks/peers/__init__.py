@@ -2,5 +2,5 @@
 
 import os
 
-# As in recipes/__init__.py, before torch is imported.
+# As in common/cli.py, before torch is imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

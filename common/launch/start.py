@@ -1,4 +1,9 @@
-"""Start ranks on this machine, wait for them, end them together, and say which failed first."""
+"""Start ranks on this machine, wait for them, end them together, and say which failed first.
+
+torchrun does most of this and is supported (`torchrun -m recipes.ddp_launch.train`). It turns every
+status into 1 and dies of SIGUSR1, so a scheduler cannot tell "stopped, run me again" (75) from
+"failed". The launcher imports no torch: the ranks start at once.
+"""
 
 import contextlib
 import json

@@ -19,8 +19,8 @@ from common.group.collectives import gather_numbers
 from common.launch import hints
 from common.measure import Throughput, peak_memory_bytes
 from common.run import snapshot, snapshot_files
-from common.run.folder import Run, log
-from common.run.logs import progress_bar
+from common.run.folder import Run
+from common.run.logs import log, progress_bar
 from common.run.manifest import describe_run
 from common.run.snapshot import Stateful, TrainingState
 from common.run.stop import StopAgreement
@@ -133,7 +133,7 @@ class Loop:
             self._speed.resume()
 
     def save(self) -> None:
-        """Write a snapshot of this step, unless it has one; stop the clock until the next epoch."""
+        """Write a snapshot of this step, unless it has one; who trains on starts the clock."""
         self._speed.pause()
         self.state.metrics_bytes = self.run.metrics_bytes
         self.state.save(self.run.snapshots, self._identity, self.run.options.keep_snapshots)
@@ -165,11 +165,11 @@ class Loop:
         )
         if run.options.epoch_weights:
             run.save_epoch_weights(state_dict, state.epoch)
+        self._speed.resume()
         if self.steps_left:
             if self._stop.after(state.step, at_once=True):
                 self._leave()
             state.next_epoch()
-            self._speed.resume()
         else:
             self._progress.close()
 

@@ -1,9 +1,6 @@
-"""Snapshots: the full training state on disk, written atomically, never trusted unchecked.
+"""The full training state: taken after a step, and taken over by a run that goes on.
 
-Training waits for a copy in memory only; a thread of rank 0 writes it while training goes on.
-
-One file a snapshot, `step_00000120.<first 16 hex digits of its SHA-256>.pt`: the checksum is part
-of the name, so that one rename publishes both.
+Training waits for a copy in memory only. A thread of rank 0 writes it while training goes on.
 """
 
 import logging

@@ -1,4 +1,8 @@
-"""Snapshot files: written atomically, named by their checksum, never trusted unchecked."""
+"""Snapshot files: written atomically, named by their checksum, never trusted unchecked.
+
+A snapshot is one file, `step_00000120.<first 16 hex digits of its SHA-256>.pt`: the checksum is
+part of the name, so one rename publishes both.
+"""
 
 import hashlib
 import logging

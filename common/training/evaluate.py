@@ -73,6 +73,7 @@ def evaluate(
     if rows:
         results[rank::world_size][: len(rows)] = torch.stack(rows).cpu()
     dist.all_reduce(results)  # each row is one rank's: adding the others' zeros is exact
+    results = results[results[:, 2] > 0]  # rows that no rank filled would change the order of sums
     loss_sum, correct_sum, seen = (float(column.sum()) for column in results.T)
     assert seen == total, f"evaluated {seen:.0f} of {total} samples"
     return Evaluation(loss_sum / total, int(correct_sum), total)

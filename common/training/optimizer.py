@@ -1,4 +1,4 @@
-"""Batch size, learning rate and its schedule, as given and never multiplied in secret."""
+"""SGD; batch size, learning rate and its schedule, as given and never multiplied in secret."""
 
 import math
 from collections.abc import Iterable
@@ -86,7 +86,7 @@ def make_sgd(
 
     Args:
         parameters: of the model; frozen ones are left out, and those of other ranks' stages (meta).
-        options: momentum and weight decay; the learning rate is set in every step.
+        options: learning rate, momentum and weight decay; `set_lr` follows the schedule.
         scaled: the loss is scaled (fp16). A first step that overflows would leave fused SGD momenta
             of memory that nobody wrote (torch 2.15), so it is not fused then.
     """

@@ -41,8 +41,8 @@ from common.group.interfaces import interface_towards
 from common.group.meet import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
-from common.run.folder import log, result_folder
-from common.run.logs import device_in_words, set_up_logs
+from common.run.folder import result_folder
+from common.run.logs import device_in_words, log, set_up_logs
 from common.run.manifest import describe_run
 from common.run.options import flatten
 

@@ -11,8 +11,7 @@ from common.data.loaders import make_loaders
 from common.figure import save_figure
 from common.files import write_json
 from common.launch.ranks import Ranks
-from common.run.folder import log
-from common.run.logs import progress_bar
+from common.run.logs import log, progress_bar
 from common.seeds import mixed_precision, seed_everything
 from common.training.evaluate import evaluate
 from recipes.dp_scratch.train import Config, Replicas, initialize, train_step

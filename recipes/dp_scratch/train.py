@@ -38,8 +38,8 @@ from common.group.devices import choose_devices
 from common.group.meet import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
-from common.run.folder import Run, log
-from common.run.logs import announce, set_up_logs
+from common.run.folder import Run
+from common.run.logs import announce, log, set_up_logs
 from common.run.loop import Loop
 from common.run.options import RunOptions
 from common.run.snapshot import Stateful

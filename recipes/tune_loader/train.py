@@ -40,8 +40,8 @@ from common.group.meet import process_group
 from common.launch.hints import SHARED_MEMORY_HINT
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
-from common.run.folder import log, result_folder
-from common.run.logs import device_in_words, progress_bar, set_up_logs
+from common.run.folder import result_folder
+from common.run.logs import device_in_words, log, progress_bar, set_up_logs
 from common.run.manifest import describe_run
 from common.run.options import flatten
 

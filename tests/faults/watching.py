@@ -18,6 +18,7 @@ from common.files import write_json
 from common.group.collectives import gather_numbers
 from common.launch.ranks import Ranks
 from common.run.manifest import describe_machine
+from common.run.options import RunOptions
 from common.run.stop import StopAgreement
 from common.seeds import set_determinism
 from common.training.ddp import warm_up
@@ -30,7 +31,7 @@ PARTS, BLOCKS, STEPS = 6, 600, 5
 
 def measure(_ranks: Ranks) -> dict[str, list[float]]:
     """Seconds a step of each block, the slower rank's, with and without watching."""
-    set_determinism()
+    set_determinism(**RunOptions().determinism)
     model = build_model(ModelOptions(), 1, 10, 8).train()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     images, labels = torch.randn(48, 1, 8, 8), torch.randint(10, (48,))

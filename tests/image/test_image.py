@@ -421,7 +421,7 @@ find . -name __pycache__ -prune -o -type f -print0 | du -cb --files0-from=- | ta
     said = engine.run("run", "--rm", "--user", "0:0", "--entrypoint", "sh", image, "-c", script)
     found, wheels = said.stdout.split("wheels\n")
     base = {"/root/.bashrc", "/root/.profile"}
-    assert set(found.split()) - base == {"common", "docker", "recipes"}
+    assert set(found.split()) - base == {"common", "docker", "recipes", "tools"}
     assert not re.search(
         r"(?i)token|secret|password", engine.run("history", "--no-trunc", image).stdout
     )
