@@ -90,7 +90,7 @@ doctor: $(INSTALLED) ## Say what on this machine would stop a run: make doctor [
 soak: $(INSTALLED) ## Kill and resume runs at random moments: make soak [ROUNDS=50]; writes tests/faults/results/soak.json
 	@$(PYTHON) -m tests.faults.soak $(if $(ROUNDS),--rounds $(ROUNDS)) $(ARGS)
 
-faults: $(INSTALLED_DEV) ## Let every fault of the matrix happen (root); writes tests/faults/results/matrix.json and the README's table
+faults: $(INSTALLED_DEV) ## Let every fault of the matrix happen (root); writes tests/faults/results/matrix.json and docs/faults.md
 	@FAULTS_JSON=$(CURDIR)/tests/faults/results/matrix.json $(PYTHON) -m pytest -m slow tests/faults/test_matrix.py
 	@$(PYTHON) -m tests.faults.matrix
 

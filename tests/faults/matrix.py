@@ -1,4 +1,4 @@
-"""The fault matrix as JSON, and as the README's table."""
+"""The fault matrix as JSON, and as the table of docs/faults.md."""
 
 import json
 from pathlib import Path
@@ -37,10 +37,10 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Renew the README's table from the result."""
-    readme = ROOT / "README.md"
+    """Renew the page's table from the result."""
+    page = ROOT / "docs" / "faults.md"
     rows = json.loads(RESULT.read_text())["rows"]
-    readme.write_text(put_between(readme.read_text(), BEGIN, END, table(rows)))
+    page.write_text(put_between(page.read_text(), BEGIN, END, table(rows)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The fault matrix: each fault happens for real in a real run, and the run ends as it should.
 
-`make faults` runs it and writes results/matrix.json and the table in the README from it.
+`make faults` runs it and writes results/matrix.json and the table in docs/faults.md from it.
 """
 
 import os
