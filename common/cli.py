@@ -45,14 +45,14 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """How many processes this command starts. Under torchrun, srun or mpirun: none, it is one."""
+    """How many processes to start. Under torchrun, srun or mpirun leave these options out."""
 
     nproc: int | None = None
     """Processes on this machine. None: the number of visible GPUs, or 2 where there is none."""
     nnodes: int = 1
     """Hosts; the command is started on each."""
     node_rank: int = 0
-    """This host among them, from 0."""
+    """Number of this host, from 0 to nnodes - 1."""
     master_addr: str | None = None
     """Address of host 0 that the others can reach. None: MASTER_ADDR, or this machine."""
     master_port: int | None = None
@@ -63,7 +63,8 @@ class LaunchOptions:
     compare_rounds: int = 3
     """How often --compare measures each alternative, in turn; the median counts."""
     check: bool = False
-    """Check the options and end: with status 0, or 2 and a line that says what is wrong."""
+    """Check the options and end, with status 0, or with 2 and a line that says what is wrong. Under
+    torchrun or srun the number of processes is not checked."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be started."""
@@ -155,24 +156,25 @@ def run(
         ranks, arguments = _resolve(arguments)
         options, config = parse(name, config_class, arguments)
         check_versions()
-        if options.check:
-            return STATUS_FINISHED
         if options.compare and ranks.world_size > 1:
             raise InputError("--compare starts what it measures itself: run it as one process")
         if options.compare:
             _compare(name, arguments)
         wanted = processes(config) if processes else None
-        if wanted is not None:
+        alone = ranks.launcher == "none"
+        if wanted is not None and (alone or not options.check):
             _refuse_other_than(wanted, name, options, ranks)
-        if ranks.launcher != "none":
+        if spawn is not None and alone and options.nnodes > 1:
+            raise InputError(f"{name} starts processes on this machine only: use ddp_launch")
+        if options.check:
+            return STATUS_FINISHED
+        if not alone:
             if options.nproc not in (None, ranks.local_world_size):
                 raise InputError(
                     f"--nproc {options.nproc}, but this process is already one of "
                     f"{ranks.local_world_size} that {ranks.launcher} started here: leave it out"
                 )
         elif spawn is not None:
-            if options.nnodes > 1:
-                raise InputError(f"{name} starts processes on this machine only: use ddp_launch")
             return spawn(config, options.processes)
         elif (wanted or options.nnodes * options.processes) > 1:
             return start(name, arguments, wanted)

@@ -34,11 +34,14 @@ def main() -> int:
     known = recipes()
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        print("usage: python -m recipes NAME [--nproc N] [options]   (NAME --help lists them)\n")
+        print("usage: python -m recipes NAME [--nproc N] [options]")
+        print("       python -m recipes NAME --help               lists the options\n")
         for recipe, (line, launched) in known.items():
             print(f"  {recipe:<20} {line}\n  {'':<20} launched: {cli.LAUNCHED[launched]}")
         print(f"\n  {'doctor':<20} what on this machine would stop a run, and what to do about it")
-        print(f"  {'reproduce RUN':<20} run a recorded run again: did it come out the same?")
+        print(
+            f"  {'reproduce RUN':<20} run the training of folder RUN again: is the result the same?"
+        )
         return 0
     if name in ("reproduce", "doctor"):
         return int(import_module(f"tools.{name}").main(arguments))

@@ -214,6 +214,19 @@ def test_a_port_in_use_is_an_error_at_once_where_it_was_given(recipe: Recipe) ->
             assert time.monotonic() - start_s < 10
 
 
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        ("dp_scratch --nproc 2", 2),
+        ("ddp_spawn --nnodes 2 --master-addr 10.0.0.1", 2),
+        ("dp_scratch --batch-size-per-rank 32", 0),
+    ],
+)
+def test_check_says_what_the_run_would(recipe: Recipe, command: str, status: int) -> None:
+    result = recipe.module(*command.split(), "--check")
+    assert (result.status, len(result.errors)) == (status, status // 2)
+
+
 def test_unknown_recipes_and_nproc_where_there_are_ranks(recipe: Recipe) -> None:
     result = recipe.module("ddp_lunch")
     assert (result.status, result.errors) == (

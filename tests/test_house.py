@@ -152,7 +152,10 @@ def test_the_pages_list_every_recipe_and_make_target() -> None:
     for path in (ROOT / "recipes").glob("*/train.py"):
         assert f"`{path.parent.name}`" in readme
         assert (path.parent / "README.md").exists()
-    assert len(readme.splitlines()) <= 150, "it sells and starts; docs/ has the rest"
+    lines = [line for line in readme.splitlines() if not line.startswith("| [`")]
+    assert len(lines) <= 150, (
+        "without the table of recipes: it sells and starts, docs/ has the rest"
+    )
     for target in re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE):
         assert f"`make {target}`" in contributing, target
 

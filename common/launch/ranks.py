@@ -35,7 +35,7 @@ class Ranks:
     local_world_size: int = 1
     """Processes of the run on this host."""
     launcher: str = "none"
-    """Who started this process: none, recipes, torchrun, slurm, openmpi or pmi."""
+    """Who started this process: none, recipes, spawn, torchrun, slurm, openmpi or pmi."""
     master_addr: str = "127.0.0.1"
     """Host name or address of rank 0."""
     master_port: int = 0

@@ -32,6 +32,10 @@ from common.training.optimizer import OptimizerOptions
 class Loop:
     """Where a run stands between two steps. Every rank has one, and calls it alike.
 
+    After a step: count it; log it (`--log-every`); stop, if any rank was asked to; write a snapshot
+    (`--snapshot-every`). After an epoch's last step: write a snapshot, evaluate, log, stop if asked
+    to, go on with the next epoch. Ranks agree about once a second whether to stop (`stop.py`).
+
     Args:
         run: its folder and options.
         parts: what a snapshot holds, by name: "model" (unwrapped), "optimizer" and the like.
@@ -51,7 +55,7 @@ class Loop:
         *,
         sharded: bool = False,
     ) -> None:
-        self.run, self.options, self.stream, self.data = run, options, batches, data
+        self.run, self.options, self.batches, self.data = run, options, batches, data
         loss_sum = torch.zeros((), dtype=torch.float64, device=run.devices[0])
         self.state = TrainingState(parts, loss_sum, sharded)
         total_steps = options.epochs * batches.steps_per_epoch
@@ -74,7 +78,7 @@ class Loop:
                 return False
         self._resumed_from = state.step if found else None
         manifest = describe_run(run.devices, seed, self.data.fingerprint)
-        run.begin(manifest, state, self.data.class_names, self.stream.global_batch_size)
+        run.begin(manifest, state, self.data.class_names, self.batches.global_batch_size)
         return True
 
     def epochs(self) -> range:
@@ -82,7 +86,7 @@ class Loop:
         gc.set_threshold(700, 10, 10)  # as it is in Python
         self._stop, self._speed = StopAgreement(), Throughput(self.run.devices)
         self._progress = progress_bar(self.last_step, self.state.step, self.run.ranks)
-        first, end = self.state.epoch, -(-self.last_step // self.stream.steps_per_epoch)
+        first, end = self.state.epoch, -(-self.last_step // self.batches.steps_per_epoch)
         return range(first, max(end, first + 1))  # an evaluation may be all that is left
 
     @property
@@ -93,7 +97,7 @@ class Loop:
     @property
     def lr(self) -> float:
         """Learning rate of the step at hand."""
-        steps_per_epoch, batch_size = self.stream.steps_per_epoch, self.stream.global_batch_size
+        steps_per_epoch, batch_size = self.batches.steps_per_epoch, self.batches.global_batch_size
         return self.options.learning_rate(self.state.step, steps_per_epoch, batch_size)
 
     def after_step(self, losses: Tensor) -> None:
@@ -111,7 +115,7 @@ class Loop:
         state.loss_sum = state.loss_sum + losses.detach().double()
         state.batch += 1
         state.step += 1
-        self._speed.add(self.stream.global_batch_size)
+        self._speed.add(self.batches.global_batch_size)
         self._progress.update()
         if state.step % run.options.log_every == 0:
             gathered = gather_numbers(losses.detach())

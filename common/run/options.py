@@ -41,9 +41,10 @@ class RunOptions:
     output_dir: Path | None = None
     """Folder of the run. None: runs/NAME/UTC-TIME. The same folder again goes on with its run."""
     resume: Literal["auto", "never"] | Path = "auto"
-    """auto: the newest sound snapshot in --output-dir; never: none; or a snapshot file."""
+    """Where to begin. auto: at the newest sound snapshot in --output-dir; never: at the start; or a
+    snapshot file."""
     snapshot_every: int = 0
-    """Steps between two snapshots [steps]; 0: at the end of each epoch only."""
+    """Steps between two snapshots [steps], besides the one at each epoch's end; 0: only that."""
     keep_snapshots: int = 3
     """Snapshots to keep, the newest ones [files]."""
     log_every: int = 10

@@ -26,11 +26,11 @@ class ParallelOptions:
     sync_bn: bool = False
     """BatchNorm over the global batch instead of each rank's slice; GPUs only."""
     virtual_ranks: int = 0
-    """Shards of each global batch, a power of two: any number of processes up to it then gives the
+    """Shards of each global batch, a power of two: 1, 2, 4 ... processes up to this number give the
     same bits. 0: one shard per process."""
     accumulate: int = 1
-    """Micro-batches of each rank's batch, which need less memory. Gradients travel once per step,
-    with the last micro-batch. BatchNorm then sees one micro-batch."""
+    """Micro-batches into which each rank cuts its batch, to save memory [micro-batches]. Gradients
+    travel once per step, with the last micro-batch. BatchNorm sees one micro-batch at a time."""
     gradient_compression: Literal["none", "bf16"] = "none"
     """Format in which gradients travel. bf16: half the bytes, rounded to 8 bits of mantissa; the
     weights stay as they are."""

@@ -42,7 +42,7 @@ class ModelOptions:
     """Train the last layer only."""
     channels_last: bool = False
     """Keep the channels of a pixel side by side in memory. On CPUs it depends on the model whether
-    that is faster; with bf16 or fp16 on GPUs it is said to be."""
+    that is faster; on GPUs with bf16 or fp16 it should be, which was not measured."""
     compile: bool = False
     """Train the model as torch.compile makes it, which takes up to a minute at the start and a C++
     compiler; on CPUs it may be slower. Evaluation stays as it is."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -17,22 +18,26 @@ class OptimizerOptions:
     max_steps: int | None = None
     """Stop after this many optimizer steps in all [steps], with the schedule left as it is."""
     global_batch_size: int | None = None
-    """Samples per step over all ranks [samples]. None: 96, or --batch-size-per-rank times the
-    number of ranks."""
+    """Samples per step over all ranks [samples]. None: --batch-size-per-rank times the number of
+    ranks, or else the recipe's own number."""
     batch_size_per_rank: int | None = None
     """Samples per step on each rank [samples]: the other way to give the batch size."""
     lr: float = 0.1
     """Highest learning rate, used as given."""
     scale_lr: int | None = None
-    """Linear scaling rule: use lr x global batch size / SCALE_LR [samples], reached by warm-up."""
+    """Linear scaling rule: the rate is lr x global batch size / SCALE_LR [samples]. It needs
+    --warmup-epochs."""
     warmup_epochs: float = 0.0
     """Raise the learning rate linearly from 0 over this long [epochs]."""
     lrf: float = 0.01
-    """Final learning rate as a share of lr, reached by a cosine."""
+    """Final learning rate as a share of the highest, reached by a cosine."""
     momentum: float = 0.9
     """SGD momentum."""
     weight_decay: float = 5e-3
     """SGD weight decay, on every trained parameter."""
+
+    default_batch_size: ClassVar[int] = 96
+    """Where neither is given [samples]; no option."""
 
     def __post_init__(self) -> None:
         """Refuse combinations that mean nothing."""
@@ -62,7 +67,7 @@ class OptimizerOptions:
         """Samples per step over all ranks."""
         if self.batch_size_per_rank is not None:
             return self.batch_size_per_rank * world_size
-        return self.global_batch_size or 96
+        return self.global_batch_size or self.default_batch_size
 
     def learning_rate(self, step: int, steps_per_epoch: int, global_batch_size: int) -> float:
         """The rate that optimizer step `step` (from 0) uses: a pure function, so nothing to resume.

@@ -48,7 +48,7 @@ def use_virtual_ranks(
     """Let `ddp` compute and add up shards, instead of each rank's slice of the batch as a whole.
 
     Its output is still the logits of this rank's slice, and the loss their mean. Gradients and
-    buffers are those of the V shards, the same to the bit on any number of ranks up to V.
+    buffers are those of the V shards, the same to the bit on 1, 2, 4 ... V ranks.
 
     Args:
         ddp: before its first forward pass.

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 if __package__ in (None, ""):  # started as a file: the repository is not on the path yet
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -95,6 +95,13 @@ class CheckpointOptions:
 
 
 @dataclass(frozen=True)
+class SmallBatchOptions(OptimizerOptions):
+    """How long, with which batch and which steps."""
+
+    default_batch_size: ClassVar[int] = 64
+
+
+@dataclass(frozen=True)
 class Config:
     """All options; those of a group mean the same in every recipe."""
 
@@ -102,9 +109,7 @@ class Config:
     sequence: SequenceOptions = field(default_factory=SequenceOptions)
     network: RecurrentOptions = field(default_factory=RecurrentOptions)
     optimizer: OptimizerOptions = field(
-        default_factory=partial(
-            OptimizerOptions, epochs=20, global_batch_size=64, lr=0.02, momentum=0, weight_decay=0
-        )
+        default_factory=partial(SmallBatchOptions, epochs=20, lr=0.02, momentum=0, weight_decay=0)
     )
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 if __package__ in (None, ""):  # started as a file: the repository is not on the path yet
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -58,7 +58,14 @@ class ParallelOptions:
     devices: tuple[str, ...] | None = None
     """Such as `cuda:0 cuda:1`, or `cpu cpu` to learn. None: all GPUs, or cpu cpu without one."""
     lesson: bool = True
-    """End with the batch-size lesson."""
+    """End with a figure of the same training with larger and larger batches."""
+
+
+@dataclass(frozen=True)
+class SmallBatchOptions(OptimizerOptions):
+    """How long, with which batch and which steps."""
+
+    default_batch_size: ClassVar[int] = 64
 
 
 @dataclass(frozen=True)
@@ -69,10 +76,9 @@ class Config:
     data: DataOptions = field(default_factory=partial(DataOptions, image_size=28))
     optimizer: OptimizerOptions = field(
         default_factory=partial(
-            OptimizerOptions,
+            SmallBatchOptions,
             epochs=15,
             lr=0.2,
-            global_batch_size=64,
             momentum=0.0,
             weight_decay=0.0,
         )
