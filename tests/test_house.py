@@ -182,3 +182,16 @@ def test_the_first_picture_shows_one_result() -> None:
     assert len(runs) == 4
     first, *others = runs.values()
     assert all(other == first for other in others), "the same weights, the same logged losses"
+
+
+def test_ddp_launch_and_ddp_spawn_differ_only_in_who_starts_the_ranks() -> None:
+    launched, spawned = (
+        {
+            node.name: ast.dump(node)
+            for node in ast.parse((ROOT / "recipes" / name / "train.py").read_text()).body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        }
+        for name in ("ddp_launch", "ddp_spawn")
+    )
+    assert spawned.keys() - launched.keys() == {"worker", "spawn"}
+    assert {name for name in launched if launched[name] != spawned.get(name)} == {"main"}
