@@ -24,12 +24,13 @@ from common.group.devices import choose_devices
 from common.launch.ranks import Ranks
 from common.run.options import RunOptions
 from common.training.models import ModelOptions, build_model, load_matching
-from recipes.checkpoint_rnn import train as rnn
+from recipes.checkpoint_rnn import adding as rnn
 from recipes.checkpoint_rnn.plan import search
 from recipes.dp_resnet50 import train as dp_resnet50
 from recipes.dp_scratch import train as dp_scratch
 from recipes.model_parallel_toy import train as parallel
 from recipes.model_parallel_toy.pipeline import Pipeline
+from recipes.model_parallel_toy.split import Split, cut
 from tests.conftest import ROOT, Recipe
 from tests.pool import Pool, call_main, in_group
 from tests.test_bad_input import assert_refused
@@ -139,7 +140,7 @@ def test_split_and_micro_batches_give_the_whole_models_gradients(
 ) -> None:
     loss, expected = whole_gradients()
     model, (inputs, labels) = chain(), batch()
-    split = parallel.Split(parallel.cut(model, stages, inputs[:1]), [CPU] * stages, micro_batches)
+    split = Split(cut(model, stages, inputs[:1]), [CPU] * stages, micro_batches)
     assert split.backward(inputs, labels).item() == pytest.approx(loss, rel=1e-12)
     assert largest_difference(gradients(model), expected) < 1e-10
 
@@ -152,9 +153,7 @@ def piped(
         "cpu", (copies, ranks.world_size // copies), mesh_dim_names=("data", "stage")
     )
     model, (inputs, labels) = chain(), batch()
-    pipe = Pipeline(
-        parallel.cut(model, mesh.size(1), inputs[:1]), schedule, micro_batches, CPU, mesh
-    )
+    pipe = Pipeline(cut(model, mesh.size(1), inputs[:1]), schedule, micro_batches, CPU, mesh)
     share = slice(mesh.get_local_rank("data"), None, copies)
     loss = pipe.backward(inputs[share], labels[share])
     torch.distributed.all_reduce(loss)
@@ -186,7 +185,7 @@ def test_every_schedule_gives_the_whole_models_gradients(
 
 def test_the_cut_balances_the_work() -> None:
     model = build_model(ModelOptions(model="resnet50"), 3, 10, 64)
-    stages = parallel.cut(model, 2, torch.zeros(1, 3, 64, 64))
+    stages = cut(model, 2, torch.zeros(1, 3, 64, 64))
     sizes = [len(list(stage.parameters())) for stage in stages]
     assert sum(sizes) == len(list(model.parameters()))
     assert min(sizes) > 40, "neither all at the front nor all at the back"
@@ -194,7 +193,7 @@ def test_the_cut_balances_the_work() -> None:
     model.eval()
     assert torch.equal(stages[1].eval()(stages[0].eval()(images)), model(images))
     with pytest.raises(InputError, match="more than the 19 layers"):
-        parallel.cut(model, 20, images)
+        cut(model, 20, images)
 
 
 # checkpoint_rnn

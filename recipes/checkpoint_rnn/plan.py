@@ -29,7 +29,8 @@ from common.launch.fresh import run_fresh
 from common.measure import PeakMemory
 from common.run.options import as_arguments
 from common.seeds import seed_everything, set_determinism
-from recipes.checkpoint_rnn.train import NAME, AddingRNN, Config, make_data, train_step
+from recipes.checkpoint_rnn.adding import AddingRNN, make_data
+from recipes.checkpoint_rnn.train import NAME, Config, train_step
 
 log = logging.getLogger("recipes")
 

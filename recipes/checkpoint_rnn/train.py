@@ -34,12 +34,10 @@ if __package__ in (None, ""):  # started as a file: the repository is not on the
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from common import cli
-from common.data.datasets import Data
-from common.data.stream import GlobalBatches, Samples, fixed_batches, make_loader
+from common.data.stream import GlobalBatches, fixed_batches, make_loader
 from common.group.devices import choose_device
 from common.group.meet import process_group
 from common.launch.process import end_process
@@ -50,38 +48,19 @@ from common.run.logs import announce, log, set_up_logs
 from common.run.loop import Loop
 from common.run.options import RunOptions
 from common.run.snapshot import Stateful
-from common.seeds import mix, seed_everything, set_determinism
+from common.seeds import seed_everything, set_determinism
 from common.training.evaluate import Evaluation
 from common.training.optimizer import OptimizerOptions, set_lr
+from recipes.checkpoint_rnn.adding import (
+    AddingRNN,
+    RecurrentOptions,
+    SequenceOptions,
+    make_data,
+    targets,
+)
 
 NAME = "checkpoint_rnn"
 LAUNCHED = "one"  # see common.cli
-
-
-@dataclass(frozen=True)
-class SequenceOptions:
-    """The adding problem: the sum of the two marked numbers of a sequence."""
-
-    length: int = 400
-    """Length of a sequence [time steps]."""
-    input_size: int = 2
-    """Numbers a time step: the value, the mark, and noise in the others."""
-    train_samples: int = 3200
-    """Sequences an epoch [samples]; each epoch draws new ones."""
-    val_samples: int = 512
-    """Sequences to validate on [samples]."""
-
-
-@dataclass(frozen=True)
-class RecurrentOptions:
-    """The network: LSTM layers, and one linear unit on the last state."""
-
-    hidden_size: int = 32
-    """Features of each layer's state."""
-    layers: int = 1
-    """LSTM layers."""
-    dropout: float = 0.0
-    """Share of features dropped between two layers."""
 
 
 @dataclass(frozen=True)
@@ -139,90 +118,6 @@ class Config:
             raise ValueError(f"{NAME} trains with Adam: no --momentum, no --weight-decay")
         if self.run.precision in ("bf16", "fp16"):
             raise ValueError(f"{NAME} computes in --precision fp32 or fp64")
-
-
-def draw_sequence(options: SequenceOptions, _source: object) -> Tensor:
-    """A sequence (length, input_size): a value in 0..1, a mark, noise; one mark in each half."""
-    sequence = torch.rand(options.length, options.input_size)
-    half = options.length // 2
-    sequence[:, 1] = 0
-    sequence[torch.randint(0, half, ()), 1] = 1
-    sequence[torch.randint(half, options.length, ()), 1] = 1
-    return sequence
-
-
-def make_data(options: SequenceOptions, seed: int) -> Data:
-    """Sequences drawn when they are asked for, each from (seed, epoch, index)."""
-    draw = partial(draw_sequence, options)
-    train, val = (
-        Samples([(None, 0)], [0] * count, draw, key)
-        for count, key in ((options.train_samples, seed), (options.val_samples, mix(seed, 1)))
-    )
-    return Data(train, val, [], options.input_size, 1, f"adding problem {asdict(options)}")
-
-
-def targets(sequences: Tensor) -> Tensor:
-    """The sums (samples,) of the marked values of sequences (samples, length, input_size)."""
-    return (sequences[:, :, 0] * sequences[:, :, 1]).sum(1)
-
-
-class AddingRNN(nn.Module):
-    """LSTM layers over time, in segments of which only the state between them is kept."""
-
-    def __init__(self, options: RecurrentOptions, sequence: SequenceOptions) -> None:
-        super().__init__()
-        hidden, self.dropout = options.hidden_size, options.dropout
-        sizes = [sequence.input_size] + [hidden] * (options.layers - 1)
-        layers = [nn.LSTM(size, hidden, batch_first=True) for size in sizes]
-        self.head = nn.Linear(hidden, 1)
-        nn.init.ones_(self.head.bias)  # the mean of the target
-        for layer in layers:  # memories that last from a step to the whole sequence
-            forget = torch.empty(hidden).uniform_(1, sequence.length - 1).log()
-            own = dict(layer.named_parameters())
-            nn.init.zeros_(own["bias_hh_l0"])
-            own["bias_ih_l0"].data = torch.cat([-forget, forget, torch.zeros(2 * hidden)])
-        self.layers = nn.ModuleList(layers)
-
-    def segment(self, inputs: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
-        """The state after some time steps: h and c (1, samples, hidden) of each layer in turn.
-
-        The outputs of the last layer are dropped: keeping them would cost what recomputing saves.
-        """
-        after: list[Tensor] = []
-        for number, layer in enumerate(self.layers):
-            if number and self.dropout and self.training:
-                inputs = self.drop(inputs)
-            inputs, (h, c) = layer(inputs, state[2 * number : 2 * number + 2])
-            after += [h, c]
-        return tuple(after)
-
-    def drop(self, inputs: Tensor) -> Tensor:
-        """Dropout drawn by time step: on a CPU the same numbers whatever the segments."""
-        samples, length, size = inputs.shape
-        draws = torch.rand(length, samples, size, device=inputs.device).transpose(0, 1)
-        return inputs * (draws >= self.dropout) / (1 - self.dropout)
-
-    def forward(self, inputs: Tensor, segments: int) -> Tensor:
-        """Predictions (samples,) for inputs (samples, length, input_size)."""
-        *pieces, last = inputs.tensor_split(segments, dim=1)
-        zero = inputs.new_zeros(1, len(inputs), self.head.in_features)
-        state: tuple[Tensor, ...] = (zero,) * (2 * len(self.layers))
-        for piece in pieces:
-            if torch.is_grad_enabled():
-                # Dropout is drawn anew in the backward pass, from the generator's state of now.
-                state = checkpoint(
-                    self.segment,
-                    piece,
-                    *state,
-                    use_reentrant=False,
-                    preserve_rng_state=self.dropout > 0,
-                )
-            else:
-                state = self.segment(piece, *state)
-        # The backward pass begins with the last segment: it is kept, not computed twice.
-        state = self.segment(last, *state)
-        predictions: Tensor = self.head(state[-2][0])
-        return predictions[:, 0]
 
 
 @torch.no_grad()

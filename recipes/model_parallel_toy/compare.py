@@ -19,7 +19,8 @@ from common.group.devices import choose_device
 from common.group.meet import process_group
 from common.launch.ranks import Ranks
 from recipes.model_parallel_toy.pipeline import plot_timeline
-from recipes.model_parallel_toy.train import NAME, Config, build, cut, generated_points
+from recipes.model_parallel_toy.split import cut, generated_points
+from recipes.model_parallel_toy.train import NAME, Config, build
 from tools.comparison import in_turn, median, run_recipe
 
 DEFAULTS = """--model resnet50 --data fake --image-size 128 --global-batch-size 32
