@@ -124,10 +124,14 @@ def report(error: Exception, ranks: Ranks) -> int:
     trace = "" if expected else "".join(traceback.format_exception(error))
     errors = os.environ.get("RECIPES_ERRORS")
     follows = isinstance(error, PeerError) or (not expected and hints.follows(error))
-    if "TORCHELASTIC_ERROR_FILE" in os.environ and not follows:  # torchrun shows the first one
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        # torchrun shows the failure that it sees first, and of two in one second the lower rank's.
+        if follows:
+            time.sleep(1)
+        else:
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        get_error_handler().record_exception(error)
+            get_error_handler().record_exception(error)
     if errors:
         entry = {
             "rank": ranks.rank,
