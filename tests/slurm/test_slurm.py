@@ -569,12 +569,12 @@ WRONG = {
     "value": (("ddp_launch", "--global-batch-size", "97"), {}, (), "97"),
     "environment": (("ddp_launch",), {"PYTHON": "/no/python"}, (), "no environment"),
     "folder": (("ddp_launch", "--output-dir", "/proc/no"), {}, (), "cannot be written"),
-    "too many tasks": (("ddp_launch",), {}, ("--gpus-per-node=1",), "2 ranks a node, but 1 GPUs"),
+    "too many tasks": (("ddp_launch",), {}, ("--gpus-per-node=1",), "2 ranks per node, but 1 GPUs"),
     "too few tasks": (
         ("ddp_launch",),
         {},
         ("--gpus-per-node=2", "--ntasks-per-node=1"),
-        "1 ranks a node, but 2",
+        "1 ranks per node, but 2",
     ),
     "GPUs that torch does not see": (
         ("ddp_launch",),
