@@ -225,6 +225,8 @@ def test_small_shared_memory(engine: Engine, image: str, runs: Path) -> None:
         "fake",
         "--image-size",
         "64",
+        "--global-batch-size",
+        "512",
         "--max-steps",
         "1",
     )
@@ -284,6 +286,8 @@ def test_small_shared_memory(engine: Engine, image: str, runs: Path) -> None:
         "fake",
         "--image-size",
         "40",
+        "--global-batch-size",
+        "512",
         "--max-steps",
         "4",
         "--output-dir",
@@ -379,7 +383,7 @@ print("compiled")'
 def test_a_changed_lock_ends_the_build(engine: Engine, image: str, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(ROOT / "docker", copy / "docker")
-    for name in ("common", "recipes"):
+    for name in ("common", "recipes", "tools"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     lock = copy / "docker" / "stacks" / "cu132.txt"
     lock.write_text(
