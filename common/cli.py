@@ -14,9 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from common import ROOT
 from common.errors import STATUS_FINISHED, InputError
-from common.launch.process import report, run_rank
+from common.launch.process import python_path, report, run_rank
 from common.launch.ranks import Ranks, resolve
 from common.launch.stack import check_versions
 from common.launch.start import launch
@@ -223,7 +222,7 @@ def _refuse_other_than(wanted: int, name: str, options: LaunchOptions, ranks: Ra
 
 def _compare(name: str, arguments: Sequence[str]) -> NoReturn:
     """Become the program that measures: `common` starts it, and imports nothing of it."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    path = python_path(os.environ.get("PYTHONPATH"))
     command = [sys.executable, "-P", "-m", "tools.bench", name, *arguments]
     os.execve(command[0], command, {**os.environ, "PYTHONPATH": path})  # noqa: S606
 

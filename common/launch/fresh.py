@@ -6,9 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from common import ROOT
 from common.errors import InputError, TrainingError
-from common.launch.process import end_with_parent
+from common.launch.process import end_with_parent, python_path
 
 # What runs here is started by nobody but us, even where srun or torchrun started us.
 _OF_A_LAUNCHER = (
@@ -57,5 +56,4 @@ def fresh_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment without a launcher's variables, and with the project's path."""
     own = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_LAUNCHER)}
     given = {**own, **(more or {})}
-    path = os.pathsep.join(filter(None, [str(ROOT), given.get("PYTHONPATH")]))
-    return {**given, "PYTHONPATH": path}
+    return {**given, "PYTHONPATH": python_path(given.get("PYTHONPATH"))}

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from common import ROOT
 from common.errors import (
     STATUS_BAD_INPUT,
     STATUS_FAILED,
@@ -34,6 +35,11 @@ from common.launch import hints
 from common.launch.ranks import Ranks
 
 _LIBC = ctypes.CDLL(None)  # looked up now: in a forked child the loader's lock may be held
+
+
+def python_path(given: str | None) -> str:
+    """PYTHONPATH for a program of the project: the repository before what was `given`."""
+    return os.pathsep.join(filter(None, [str(ROOT), given]))
 
 
 def command_line() -> str:

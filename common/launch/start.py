@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import ROOT
 from common.errors import (
     STATUS_BAD_INPUT,
     STATUS_FAILED,
@@ -27,7 +26,7 @@ from common.errors import (
     InputError,
 )
 from common.launch.port import listen
-from common.launch.process import command_line, say
+from common.launch.process import command_line, python_path, say
 
 GRACE_S = 10.0
 """How long the other ranks may take to end by themselves after the first failure."""
@@ -102,7 +101,7 @@ def launch(
             "LOCAL_WORLD_SIZE": str(nproc),
             "MASTER_ADDR": master_addr,
             "MASTER_PORT": str(port),
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            "PYTHONPATH": python_path(os.environ.get("PYTHONPATH")),
         }
         pass_fds = []
         if rank == 0 and store:

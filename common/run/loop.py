@@ -137,7 +137,7 @@ class Loop:
             self._speed.resume()
 
     def save(self) -> None:
-        """Write a snapshot of this step, unless it has one; who trains on starts the clock."""
+        """Write a snapshot of this step, unless it has one, and stop the clock."""
         self._speed.pause()
         self.state.metrics_bytes = self.run.metrics_bytes
         self.state.save(self.run.snapshots, self._identity, self.run.options.keep_snapshots)
