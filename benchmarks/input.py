@@ -1,4 +1,4 @@
-"""Photos from JPEG files to normalised batches, beside the classic pipeline of Pillow."""
+"""From JPEG files to normalised batches: this project beside the classic pipeline with Pillow."""
 
 import statistics
 import sys
@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
-from sklearn.datasets import load_sample_images
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision import transforms
@@ -23,6 +21,7 @@ from common.group.meet import process_group
 from common.launch.fresh import run_fresh
 from common.launch.process import keep_freed_memory
 from common.launch.ranks import Ranks
+from recipes.tune_loader.compare import write_photos
 from tools.comparison import in_turn, spread
 
 PHOTOS, BATCH_SIZE, WORKERS, EPOCHS = 480, 32, 2, 3
@@ -42,24 +41,15 @@ CLASSIC = transforms.Compose(
 )
 
 
-def write_photos(root: Path, train: int = PHOTOS) -> None:
-    """JPEG files of 500x375 px, `train` and 8: parts of the two photos that scikit-learn holds."""
-    random, photos = np.random.default_rng(0), load_sample_images().images
+def write_files(folder: Path, train: int = PHOTOS) -> None:
+    """JPEG files of 500x375 px: `train` in train/, and 8 in val/."""
+    random = np.random.default_rng(0)
     for part, count in (("train", train), ("val", 8)):
-        for number in range(count):
-            whole = Image.fromarray(photos[number % 2])
-            width = int(random.integers(400, 560))
-            height = width * 3 // 4
-            left = int(random.integers(0, whole.width - width))
-            top = int(random.integers(0, whole.height - height))
-            path = root / part / f"class_{number % 4}" / f"{number:04d}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            crop = whole.crop((left, top, left + width, top + height))
-            crop.resize((500, 375), Image.Resampling.LANCZOS).save(path, quality=85)
+        write_photos(folder / part, count, random)
 
 
 def samples_per_s(batches: Iterable[Sequence[Tensor]]) -> float:
-    """Over some epochs, after one in which the loading processes start."""
+    """Speed over some epochs; the loading processes start in an epoch before them."""
     for _ in batches:
         pass
     start_s = time.perf_counter()
@@ -68,7 +58,7 @@ def samples_per_s(batches: Iterable[Sequence[Tensor]]) -> float:
 
 
 def run_variant(variant: str, root: Path) -> float:
-    """Load and normalise with nothing else to do [samples/s]."""
+    """Speed of loading and normalising, with nothing else to do [samples/s]."""
     torch.set_num_threads(1)
     if variant != "classic":
         keep_freed_memory()  # as every rank does
@@ -94,7 +84,7 @@ def run_variant(variant: str, root: Path) -> float:
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
     """The pipelines in turn, each in a fresh process."""
-    write_photos(folder)
+    write_files(folder)
 
     def one(variant: str, _round: int) -> float:
         return float(run_fresh("benchmarks.input", [variant, folder]).split()[-1])
@@ -123,7 +113,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Every run a point."""
+    """Samples/s of each variant; each run is a point."""
 
     def plot(axes: Any) -> None:
         for place, (name, speeds) in enumerate(result["runs"].items()):

@@ -1,7 +1,7 @@
-"""Does it learn as well as others' code? ddp_launch beside a trainer of torchvision's own parts.
+"""Does ddp_launch learn as well as a plain trainer made of torchvision's own parts?
 
-The plain trainer below shares no code with the recipe but the picture files of its first task: its
-models, initial weights, transforms, data sets and samplers are torchvision's and torch's.
+The plain trainer below shares only the image files of the first task with the recipe. Its models,
+initial weights, transforms, data sets and samplers are torchvision's and torch's.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 \
         -m benchmarks.learning TASK SEED FOLDER     what `measure` runs: the plain trainer
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from PIL import Image
-from sklearn.datasets import load_digits, load_sample_images
+from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
@@ -29,6 +29,7 @@ from torchvision.models import resnet18
 
 from common.figure import save_figure
 from common.launch.fresh import run_fresh
+from recipes.tune_loader.compare import write_photos
 from tools.comparison import in_turn, run_recipe, spread
 
 
@@ -55,26 +56,10 @@ RESNET50 = {
     "--no-zero-init-residual": "--no-zero-init-residual",
 }
 CONVNET_SEEDS = 10
-
-
-def write_photos(root: Path, train: int = 800, val: int = 200) -> None:
-    """JPEG files of 96 px in eight classes: parts of the quarters of scikit-learn's two photos.
-
-    Some quarters look alike (the sky), so that not every picture can be told.
-    """
-    random, photos = np.random.default_rng(0), load_sample_images().images
-    for part, count in (("train", train), ("val", val)):
-        for number in range(count):
-            label = number % 8
-            whole = Image.fromarray(photos[label // 4])
-            width, height = whole.width // 2, whole.height // 2
-            side = int(random.integers(40, 120))
-            left = label % 2 * width + int(random.integers(0, width - side))
-            top = label // 2 % 2 * height + int(random.integers(0, height - side))
-            path = root / part / f"quarter_{label}" / f"{number:04d}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            crop = whole.crop((left, top, left + side, top + side))
-            crop.resize((96, 96), Image.Resampling.BICUBIC).save(path, quality=90)
+QUARTERS = [
+    (photo, (x, y, x + 320, y + 213)) for photo in (0, 1) for y in (0, 213) for x in (0, 320)
+]
+"""The eight classes of photos. Some look alike (the sky), so no model can tell every image."""
 
 
 class Digits(Dataset[tuple[Any, int]]):
@@ -186,7 +171,9 @@ def train_task(task: str, trainer: str, seed: int, folder: Path) -> list[float]:
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
     """Both tasks by both trainers, ResNet-50's first weights, and the default run, by seed."""
-    write_photos(folder / "photos")
+    random = np.random.default_rng(0)
+    for part, count in (("train", 800), ("val", 200)):
+        write_photos(folder / "photos" / part, count, random, QUARTERS, (40, 120), (96, 96))
     variants = [f"{task} {trainer}" for task in TASKS for trainer in TRAINERS]
 
     def one(variant: str, seed: int) -> list[float]:

@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.input import write_photos
+from benchmarks.input import write_files
 from benchmarks.peers.measure import run_stamped
 from common.figure import save_figure
 from common.files import mebibytes
@@ -53,7 +53,7 @@ def windows(steps_s: list[float]) -> list[tuple[float, float]]:
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
     """`rounds` windows with a snapshot in one run, and how much longer each lasts for it."""
     steps = (2 * rounds + 4) * WINDOW
-    write_photos(folder / "photos", train=steps * BATCH_SIZE)
+    write_files(folder / "photos", train=steps * BATCH_SIZE)
     stamps = run_stamped(
         folder / "stamped",
         [*OPTIONS, "--max-steps", str(steps), "--data-path", str(folder / "photos")],

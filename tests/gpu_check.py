@@ -177,9 +177,9 @@ def checks(device: str, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]
         return {"holds": same, **found}
 
     def photos() -> dict[str, Any]:
-        from benchmarks.input import WORKERS, write_photos  # needs scikit-learn's images
+        from benchmarks.input import WORKERS, write_files  # needs scikit-learn's images
 
-        write_photos(folder / "photos")
+        write_files(folder / "photos")
         command = [sys.executable, "-m", "benchmarks.input", "ours", str(folder / "photos")]
         speed = float(finished(command).splitlines()[-1]) / WORKERS
         return {

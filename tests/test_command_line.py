@@ -135,7 +135,6 @@ def assert_record(folder: Path, summary: dict[str, Any]) -> None:
     [
         ("ddp_launch", ()),
         ("ddp_launch", ("--num-workers", "2")),
-        ("ddp_launch", ("--num-workers", "1", "--loader", "stream")),
         ("ddp_spawn", ()),
     ],
 )

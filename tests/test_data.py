@@ -28,8 +28,8 @@ from common.data.datasets import (
     IMAGENET_STD,
     Data,
     DataOptions,
-    _digits,
     load_data,
+    read_digits,
     shifted,
 )
 from common.data.stream import Samples
@@ -63,7 +63,7 @@ def flowers(root: Path, per_class: int = 10, names: tuple[str, ...] = ("daisy", 
 def test_digits_are_what_sklearn_loads() -> None:
     from sklearn.datasets import load_digits
 
-    pixels, labels = _digits()
+    pixels, labels = read_digits()
     assert np.array_equal(pixels, load_digits().data)
     assert np.array_equal(labels, load_digits().target)
 

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from common.data.stream import Key, Samples
+from common.data.stream import Key, Samples, make_loader
 from common.data.workers import done, recommend, samples_per_s
 from common.errors import InputError
 from common.files import weights_sha256
@@ -31,6 +32,7 @@ from recipes.dp_scratch import train as dp_scratch
 from recipes.model_parallel_toy import train as parallel
 from recipes.model_parallel_toy.pipeline import Pipeline
 from recipes.model_parallel_toy.split import Split, cut
+from recipes.tune_loader.streams import make_stream_loader
 from tests.conftest import ROOT, Recipe
 from tests.pool import Pool, call_main, in_group
 from tests.test_bad_input import assert_refused
@@ -489,8 +491,9 @@ def test_what_is_measured_is_loading_and_not_what_was_loaded_before() -> None:
     samples = Slow([(torch.zeros(1), 0)], [0] * 200, torch.Tensor.clone, 0)
     epoch = [[(0, index) for index in range(start, start + 10)] for start in range(0, 200, 10)]
     for workers, ideal in ((0, 500), (2, 1000)):
-        speed = samples_per_s(samples, epoch, CPU, num_workers=workers, pin_memory=False)
-        assert 0 < speed <= ideal
+        for make in (make_loader, make_stream_loader):
+            speed = samples_per_s(partial(make, samples, epoch, num_workers=workers), CPU)
+            assert 0 < speed <= ideal
 
 
 def test_every_recipe_through_the_front_door(recipe: Recipe) -> None:

@@ -1,6 +1,7 @@
 """The sample stream is a pure function of (seed, epoch, index)."""
 
 import sys
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -9,11 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from common.data import stream
-from common.data.stream import GlobalBatches, Samples, eval_batch_size, fixed_batches, make_loader
+from common.data.stream import (
+    GlobalBatches,
+    Samples,
+    eval_batch_size,
+    fixed_batches,
+    loader_options,
+    make_loader,
+)
 from common.errors import InputError
+from recipes.tune_loader.streams import ItemStream, make_stream_loader
 
 worlds = st.sampled_from([1, 2, 3, 4, 6])
 
@@ -96,12 +105,15 @@ def test_augmentation_depends_on_the_key_alone() -> None:
     assert not torch.equal(samples(10, seed=8)[(2, 5)][0], first), "the seed decides too"
 
 
-@pytest.mark.parametrize("style", ["map", "stream"])
+@pytest.mark.parametrize("make", [make_loader, make_stream_loader])
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_workers_and_the_iterable_give_the_same_batches(style: str, workers: int) -> None:
-    def batches(style: str, workers: int) -> list[Tensor]:
-        share = GlobalBatches(60, 12, 3, 1, 2)
-        loader = make_loader(samples(60), share, style=style, num_workers=workers)
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (1, 2), (2, 3)])
+def test_workers_and_the_iterable_give_the_same_batches(
+    make: Callable[..., Any], workers: int, rank: int, world_size: int
+) -> None:
+    def batches(make: Callable[..., Any], workers: int) -> list[Tensor]:
+        share = GlobalBatches(60, 12, 3, rank, world_size)
+        loader = make(samples(60), share, num_workers=workers)
         seen = []
         for epoch, first_batch in ((0, 0), (1, 2)):  # the same loader goes on over epochs
             share.set_epoch(epoch, first_batch)
@@ -109,10 +121,26 @@ def test_workers_and_the_iterable_give_the_same_batches(style: str, workers: int
         return seen
 
     before = torch.get_rng_state()
-    found, expected = batches(style, workers), batches("map", 0)
+    found, expected = batches(make, workers), batches(make_loader, 0)
     assert len(found) == len(expected) == 8
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert torch.equal(torch.get_rng_state(), before), "loading draws from generators of its own"
+    assert torch.equal(torch.get_rng_state(), before), "loading has its own generators"
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_source_without_an_index_gives_each_item_once_over_all_ranks_and_processes(
+    world_size: int, workers: int
+) -> None:
+    def squares() -> Iterator[int]:
+        yield from (number * number for number in range(50))
+
+    prepared: list[float] = []
+    for rank in range(world_size):
+        stream = ItemStream(squares, float, rank, world_size)
+        loader = DataLoader(stream, batch_size=4, **loader_options(workers, pin_memory=False))
+        prepared += chain(*(batch.tolist() for batch in loader))
+    assert sorted(prepared) == list(squares())
 
 
 @given(st.integers(1, 2000), worlds)
@@ -143,7 +171,7 @@ def test_a_loading_process_says_nothing_of_a_rank_that_is_gone(
     """Ctrl-C ends a rank while a batch is handed over: its loading process sees a reset."""
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    stream._leave_endings_to_training(0)
+    stream._start_worker(0)
     for error in (ConnectionResetError(104, "reset by peer"), ValueError("of its own")):
         sys.excepthook(type(error), error, None)
     assert capsys.readouterr().err == "ValueError: of its own\n"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.data import Dataset
 
-from common.data.datasets import ArraySamples, DataOptions, _open, shifted
+from common.data.datasets import ArraySamples, DataOptions, digits_data, shifted
 from common.run.options import RunOptions
 from common.training.models import ModelOptions, build_model
 from common.training.optimizer import OptimizerOptions
@@ -76,7 +76,7 @@ def parse() -> Task:
 
 def make_data() -> tuple[Digits, Digits]:
     """Training and validation data, split and augmented as by the recipe."""
-    data = _open(DataOptions(), seed=0)
+    data = digits_data(DataOptions(), seed=0)
     assert isinstance(data.train, ArraySamples)
     assert isinstance(data.val, ArraySamples)
     return Digits(data.train), Digits(data.val)

@@ -1,5 +1,5 @@
-"""Which samples form which batch, in which order, and how they come to the device.
+"""Which samples form which batch, in which order, and how the batches reach the device.
 
-A sample depends on (seed, epoch, index) alone. Nothing here knows the model or the
-optimizer. The run's folder is passed in, only to keep the measured number of loading processes.
+A sample depends on (seed, epoch, index) only. Nothing here knows the model or the optimizer. This
+room gets the run's folder only to keep the measured number of loading processes there.
 """

@@ -1,4 +1,4 @@
-"""Batches on the device: bytes travel, and the next batch is on its way while this one is used."""
+"""Batches on the device: images travel as bytes, and the next batch is copied ahead of time."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -9,17 +9,17 @@ from torch import Tensor
 class DeviceBatches:
     """A loader's batches as the model sees them.
 
-    Photos stay bytes until here: a quarter of what a loading process hands over, what lies in
-    page-locked memory and what goes to the GPU. They are normalised once a batch, on the device.
+    Photos stay bytes until they are on the device, where a whole batch is normalised at once. Bytes
+    take a quarter of the memory and of the time to copy.
 
     Args:
-        loader: gives (images, labels); images (samples, channels, height, width) as uint8, or as
-            floating point, which are taken as they are.
-        device: where the batches go. On a GPU the next one is copied and normalised on a stream of
-            its own while this one is used.
+        loader: gives (images, labels). Images (samples, channels, height, width) are uint8, or
+            floating point and already normalised.
+        device: where the batches go. On a GPU, the next batch is copied and normalised on a second
+            stream while the current one is used.
         dtype: of the images for the model.
-        mean: of each channel of the training images, bytes taken as 0 to 1.
-        std: standard deviation, likewise.
+        mean: mean of each channel in the training images; 0 to 1.
+        std: standard deviation of each channel; 0 to 1.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class DeviceBatches:
 
     @property
     def num_workers(self) -> int:
-        """Processes that load for this rank; 0 where it loads by itself."""
+        """Loading processes of this rank; 0 if the rank itself loads."""
         return int(getattr(self.loader, "num_workers", 0))
 
     def prepare(self, images: Tensor) -> Tensor:
-        """Images, or one, as the model sees them."""
+        """One image or a batch of images as the model sees them."""
         images = images.to(self.device, non_blocking=True)
         if images.dtype == torch.uint8:
             images = images.float().mul_(self.scale).sub_(self.shift)
@@ -65,9 +65,9 @@ class DeviceBatches:
 
 
 def _taken_over(batch: tuple[Tensor, Tensor], arrived: torch.cuda.Event) -> tuple[Tensor, Tensor]:
-    """The batch for the stream that trains: it waits for the copy, and keeps the memory."""
+    """The batch, for use on the stream that trains: that stream waits for the copy."""
     training = torch.cuda.current_stream(batch[0].device)
     training.wait_event(arrived)
     for tensor in batch:
-        tensor.record_stream(training)  # else it could be given out again while it is still read
+        tensor.record_stream(training)  # or the memory could be reused while it is still read
     return batch

@@ -1,9 +1,15 @@
-"""From a data set to this rank's batches, with as many loading processes as are worth it."""
+"""From a data set to this rank's batches, loaded by as many processes as are worth it."""
 
+import json
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from common.data.batches import DeviceBatches
 from common.data.datasets import Data, DataOptions
@@ -15,13 +21,16 @@ from common.data.stream import (
     make_loader,
 )
 from common.data.workers import (
-    choose_num_workers,
     cores_per_rank,
     default_num_workers,
     most_workers,
+    recommend,
+    samples_per_s,
+    sweep,
 )
 from common.errors import InputError
-from common.group.collectives import agreed, gather
+from common.files import write_json
+from common.group.collectives import agreed, broadcast, gather
 from common.launch.hints import SHARED_MEMORY_HINT
 from common.launch.ranks import Ranks
 
@@ -38,55 +47,42 @@ def make_loaders(
     dtype: torch.dtype,
     folder: Path,
 ) -> tuple[GlobalBatches, DeviceBatches, DeviceBatches]:
-    """This rank's share of the training data, its batches, and those of the validation data.
+    """This rank's keys of the training data, its training batches and its validation batches.
 
-    The batches come on `device`, the images as `dtype`.
-
-    Calls collectives. `folder` is the run's, where `--num-workers auto` keeps what it measured.
-
-    Raises:
-        InputError: a batch that the world size does not divide or the data cannot fill, or more
-            loading processes than /dev/shm has room for.
-    """
-    batches = GlobalBatches(len(data.train), global_batch_size, seed, ranks.rank, ranks.world_size)
-    held_out = fixed_batches(
-        len(data.val), eval_batch_size(len(data.val)), ranks.rank, ranks.world_size
-    )
-    pin = options.pin_memory and device.type == "cuda"
-    largest = max([batches.batch_size_per_rank, *map(len, held_out)])
-    workers = _num_workers(data.train, batches, largest, options, device, pin, folder)
-    loader = make_loader(
-        data.train, batches, style=options.loader, num_workers=workers, pin_memory=pin
-    )
-    val_loader = make_loader(data.val, held_out, num_workers=workers, pin_memory=pin)
-    moved, val_moved = (
-        DeviceBatches(part, device, dtype, data.mean, data.std) for part in (loader, val_loader)
-    )
-    return batches, moved, val_moved
-
-
-def _num_workers(
-    samples: Samples,
-    batches: GlobalBatches,
-    largest: int,
-    options: DataOptions,
-    device: torch.device,
-    pin: bool,
-    folder: Path,
-) -> int:
-    """Loading processes per rank, the same number on every rank.
+    The batches come on `device`, their images as `dtype`. Calls collectives.
 
     Args:
-        samples: to train on.
-        batches: of them.
-        largest: samples of the largest batch, which decides what fits into /dev/shm.
-        options: `num_workers` is a number, "auto" to measure, or None to go by the cores.
-        device: of this rank.
-        pin: load into page-locked memory.
-        folder: of the run.
+        folder: the run's; `--num-workers auto` keeps there what it measured.
 
     Raises:
-        InputError: a number was given for which /dev/shm is too small.
+        InputError: world_size does not divide the batch, the batch is larger than the data, or
+            /dev/shm is too small for the loading processes that the user asked for.
+    """
+    rank, world_size = ranks.rank, ranks.world_size
+    batches = GlobalBatches(len(data.train), global_batch_size, seed, rank, world_size)
+    held_out = fixed_batches(len(data.val), eval_batch_size(len(data.val)), rank, world_size)
+    load = partial(make_loader, pin_memory=options.pin_memory and device.type == "cuda")
+    largest = max([batches.batch_size_per_rank, *map(len, held_out)])
+    workers = _num_workers(options, data.train, largest, device)
+    if options.num_workers == "auto":
+        epoch = list(batches)
+        enough = epoch * -(-100 // len(epoch))  # a small data set several times over
+        workers = _fastest(partial(load, data.train, enough), workers, device, folder)
+    loader, val_loader = (
+        DeviceBatches(load(samples, keys, num_workers=workers), device, dtype, data.mean, data.std)
+        for samples, keys in ((data.train, batches), (data.val, held_out))
+    )
+    return batches, loader, val_loader
+
+
+def _num_workers(options: DataOptions, samples: Samples, largest: int, device: torch.device) -> int:
+    """Loading processes per rank, the same number on every rank; for "auto" the most to try.
+
+    Args:
+        largest: size of the largest batch, which decides what fits into /dev/shm [samples].
+
+    Raises:
+        InputError: /dev/shm is too small for the number that the user gave.
     """
     asked = options.num_workers
     if asked == 0 or (asked is None and options.data != "imagefolder"):
@@ -102,9 +98,36 @@ def _num_workers(
     wanted = cores if asked == "auto" else default_num_workers(cores, device)
     if most < wanted:
         log.info(f"{why}; {SHARED_MEMORY_HINT}")
-    wanted = min(most, wanted)
-    if asked == "auto":
-        known = choose_num_workers(samples, list(batches), device, pin, folder, wanted)
-        return min(most, known)  # a resumed run's may be from a host with more room
-    log.info(f"--num-workers {wanted} (CPU cores per rank: {cores})")
-    return wanted
+    if asked is None:
+        log.info(f"--num-workers {min(most, wanted)} (CPU cores per rank: {cores})")
+    return min(most, wanted)
+
+
+def _fastest(
+    load: Callable[..., DataLoader[Any]], most: int, device: torch.device, folder: Path
+) -> int:
+    """The recommended number of loading processes, measured on all ranks at the same time.
+
+    The answer is kept in loader.json in `folder`, and a resumed run reads it there.
+
+    Args:
+        load: makes the DataLoader to measure; takes `num_workers`.
+        most: the largest number to try, the same on every rank.
+        device: this rank's.
+        folder: the run's.
+    """
+
+    def measure(number: int) -> float:
+        own = samples_per_s(partial(load, num_workers=number), device, limit_s=1.0)
+        return min(gather(own))  # training waits for the slowest rank
+
+    file = folder / "loader.json"
+    known: Any = broadcast(json.loads(file.read_text()) if file.is_file() else None)
+    if known is None:
+        speeds = sweep(measure, most, most)
+        chosen, why = recommend(speeds)
+        known = {"num_workers": chosen, "why": why, "samples_per_s_a_rank": speeds}
+        if dist.get_rank() == 0:
+            write_json(file, known)
+            log.info(f"--num-workers auto: {chosen} ({why})")
+    return min(most, int(known["num_workers"]))  # the run may resume on a smaller host

@@ -1,14 +1,14 @@
-"""The sample stream: a pure function of (seed, epoch, index), whatever the number of ranks.
+"""The sample stream: which samples form which batch, and how each sample is augmented.
 
-Which samples form global batch b of epoch e, and how each is augmented, depends on the seed, e and
-the sample's index alone: not on the number of ranks or workers, nor on where a run was resumed.
-Exact resume in the middle of an epoch and the same training at any world size follow from that.
+Global batch b of epoch e depends on the seed, e and b only, and a sample's augmentation on the
+seed, e and the sample's index only. Neither depends on the number of ranks or loading processes, or
+on where a run was resumed. So a run can resume in the middle of an epoch, and trains on the same
+samples at any world size.
 """
 
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from types import TracebackType
 from typing import Any
 
@@ -16,20 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    Sampler,
-    default_collate,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from common.errors import STOP_SIGNALS, InputError, multiples_near
 from common.seeds import mix
 
 Key = tuple[int, int]
-"""(epoch, index of the sample): all that a sample depends on besides the seed."""
+"""(epoch, index of the sample): with the seed, all that a sample depends on."""
 
 
 class Samples(Dataset[tuple[Tensor, int]]):
@@ -39,7 +32,7 @@ class Samples(Dataset[tuple[Tensor, int]]):
         source: `source[index]` gives (image, label).
         indices: the source's indices that belong to this split.
         transform: image to tensor; may draw from torch's CPU generator.
-        seed: of the run.
+        seed: keys the augmentation.
     """
 
     def __init__(
@@ -56,17 +49,16 @@ class Samples(Dataset[tuple[Tensor, int]]):
         return len(self.indices)
 
     def __getitem__(self, key: Key) -> tuple[Tensor, int]:
-        """Image (channels, height, width) and class of the sample `key`."""
+        """Image (channels, height, width) and class."""
         images, labels = self.__getitems__([key])
         return images[0], int(labels[0])
 
     def __getitems__(self, keys: Sequence[Key]) -> list[Tensor]:
-        """Images (samples, channels, height, width) and classes of a batch, of one epoch.
+        """Images (samples, channels, height, width) and classes of a batch of one epoch.
 
-        A DataLoader asks for it where it is there, and would collate what it gets: see
-        `make_loader`.
+        A DataLoader calls this method if a data set has it.
         """
-        # The model's dropout draws from the same generator when no worker process loads.
+        # If no process loads, the model's dropout draws from the same generator.
         before, samples = torch.get_rng_state(), []
         try:
             for (_, index), seed in zip(keys, self.seeds_of(keys).tolist(), strict=True):
@@ -79,7 +71,7 @@ class Samples(Dataset[tuple[Tensor, int]]):
         return batch
 
     def seeds_of(self, keys: Sequence[Key]) -> NDArray[np.uint64]:
-        """A number for each key of one epoch: those that (seed, epoch) gives, drawn at once."""
+        """A seed for each key of one epoch; the seeds of a whole epoch are drawn at once."""
         epoch = keys[0][0]
         assert all(key_epoch == epoch for key_epoch, _ in keys)
         if epoch != self._drawn_for:
@@ -89,16 +81,16 @@ class Samples(Dataset[tuple[Tensor, int]]):
         return drawn
 
 
-class GlobalBatches(Sampler[list[Key]]):
-    """This rank's share of each global batch, from any batch of any epoch on.
+class GlobalBatches:
+    """This rank's share of each global batch: lists of keys, from any batch of any epoch on.
 
     Global batch b of an epoch is entries b·B to (b+1)·B of one permutation drawn from (seed,
-    epoch); rank r takes the r-th of its world_size equal slices. So the union over ranks is the
-    same for every world size, as with torch's DistributedSampler, which cannot start in the middle
-    of an epoch. What does not fill a batch at the end is left out of that epoch (drop_last).
+    epoch); rank r takes the r-th of its world_size equal slices. The last samples, which do not
+    fill a batch, are left out of that epoch. torch's DistributedSampler makes the same promise, but
+    it cannot start in the middle of an epoch.
 
     Raises:
-        InputError: a batch that world_size does not divide, or larger than the data.
+        InputError: world_size does not divide the batch, or the batch is larger than the data.
     """
 
     def __init__(
@@ -106,8 +98,8 @@ class GlobalBatches(Sampler[list[Key]]):
     ) -> None:
         if global_batch_size % world_size:
             raise InputError(
-                f"--global-batch-size {global_batch_size} is not divided by the {world_size} "
-                f"processes: {multiples_near(global_batch_size, world_size)} would be"
+                f"--global-batch-size {global_batch_size} cannot be divided by {world_size} "
+                f"processes: give {multiples_near(global_batch_size, world_size)}"
             )
         if global_batch_size > samples:
             raise InputError(
@@ -120,16 +112,16 @@ class GlobalBatches(Sampler[list[Key]]):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, first_batch: int = 0, steps: int | None = None) -> None:
-        """Choose what the next iteration gives: batches of `epoch`, from `first_batch` on.
+        """Choose what the next iteration gives.
 
         Args:
             epoch: counted from 0.
-            first_batch: of the epoch; what comes before was done before a resume.
-            steps: how many batches at most. None: to the end of the epoch.
+            first_batch: first batch of the epoch, counted from 0; a resumed run skips the others.
+            steps: at most so many batches. None: to the end of the epoch.
         """
-        left = self.steps_per_epoch - first_batch
-        self.epoch, self.first_batch = epoch, first_batch
-        self.last_batch = first_batch + (left if steps is None else min(left, steps))
+        self.epoch, self.first_batch, self.last_batch = epoch, first_batch, self.steps_per_epoch
+        if steps is not None:
+            self.last_batch = min(self.last_batch, first_batch + steps)
 
     def __len__(self) -> int:
         return self.last_batch - self.first_batch
@@ -143,37 +135,19 @@ class GlobalBatches(Sampler[list[Key]]):
             yield [(self.epoch, index) for index in order[start : start + self.batch_size_per_rank]]
 
 
-class BatchStream(IterableDataset[list[Tensor]]):
-    """The same batches as an iterable, sharded by hand by rank and by worker process.
-
-    Each worker would otherwise repeat the whole stream. Worker w of n makes batches w, w + n, ...;
-    a DataLoader takes from its workers in turn, so the order is the map-style one.
-    """
-
-    def __init__(self, samples: Samples, batches: GlobalBatches) -> None:
-        self.samples, self.batches = samples, batches
-
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        worker = get_worker_info()
-        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        for keys in islice(self.batches, first, None, step):
-            yield self.samples.__getitems__(keys)
-
-
 def eval_batch_size(samples: int) -> int:
     """Samples per evaluation batch: 32 for small data sets, so that many ranks get equal shares.
 
-    It depends on the size of the data set and never on the number of ranks: the batch in which a
-    sample is computed may decide the last bits of its result.
+    The number of ranks must not matter: the batch size may change the last bits of a result.
     """
     return min(256, max(32, samples // 64))
 
 
 def fixed_batches(samples: int, batch_size: int, rank: int, world_size: int) -> list[list[Key]]:
-    """Batches for evaluation: every sample once, none twice, whole batches dealt out to ranks.
+    """This rank's batches for evaluation: over all ranks, every sample once.
 
-    A batch holds the same samples whatever the world size, so that each sample's result has the
-    same bits; only who computes it changes.
+    Whole batches are dealt out to the ranks. A batch holds the same samples at any world size, so
+    each sample's result has the same bits.
     """
     starts = range(rank * batch_size, samples, world_size * batch_size)
     return [[(0, i) for i in range(s, min(s + batch_size, samples))] for s in starts]
@@ -183,55 +157,53 @@ def make_loader(
     samples: Samples,
     batches: GlobalBatches | list[list[Key]],
     *,
-    style: str = "map",
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> DataLoader[Any]:
-    """A DataLoader over `batches` that leaves the run's own random generators alone.
-
-    Args:
-        samples: what the keys of `batches` look up.
-        batches: lists of keys, `GlobalBatches` or fixed.
-        style: "map", or "stream" for the same batches through `BatchStream`.
-        num_workers: loading processes; 0 loads in the training process.
-        pin_memory: load into page-locked memory, for copies to a GPU that overlap.
-    """
-    options: dict[str, Any] = {
-        "num_workers": num_workers,
-        "pin_memory": pin_memory,
-        "generator": torch.Generator(),  # else each epoch draws from the training's generator
-        "worker_init_fn": _leave_endings_to_training,
-        # A rank that was itself spawned would else spawn its workers too: 2 s more, each epoch
-        # for a stream. They touch no GPU, so that forking is safe.
-        "multiprocessing_context": "fork" if num_workers else None,
-    }
-    if style == "stream" and isinstance(batches, GlobalBatches):
-        # A stream's workers hold their own copy of the position, so each epoch starts them anew.
-        return DataLoader(BatchStream(samples, batches), batch_size=None, **options)
+    """A DataLoader over `batches`, lists of keys of `samples`; for the options see below."""
     return DataLoader(
         samples,
         batch_sampler=batches,
-        collate_fn=_as_it_is,
+        collate_fn=_keep,
         persistent_workers=num_workers > 0,
-        **options,
+        **loader_options(num_workers, pin_memory),
     )
 
 
-def _as_it_is(batch: list[Tensor]) -> list[Tensor]:
+def loader_options(num_workers: int, pin_memory: bool) -> dict[str, Any]:
+    """What every DataLoader needs here: it must not disturb training's random numbers or its end.
+
+    Args:
+        num_workers: loading processes; 0 loads in the training process.
+        pin_memory: load into page-locked memory, so that copies to a GPU overlap with training.
+    """
+    return {
+        "num_workers": num_workers,
+        "pin_memory": pin_memory,
+        # Without a generator, each epoch would draw a number from the training's generator.
+        "generator": torch.Generator(),
+        "worker_init_fn": _start_worker,
+        # In a spawned rank the default would be to spawn, which takes 2 s more. A fork is safe,
+        # because loading processes never use the GPU.
+        "multiprocessing_context": "fork" if num_workers else None,
+    }
+
+
+def _keep(batch: list[Tensor]) -> list[Tensor]:
     return batch
 
 
-def _leave_endings_to_training(_worker: int) -> None:
-    # A scheduler signals a job's every process: a worker that died of SIGTERM would turn an
-    # orderly stop into a crash. Workers end when their queue closes or their parent is gone.
+def _start_worker(_worker: int) -> None:
+    # A scheduler signals every process of a job. A loading process that dies of SIGTERM would turn
+    # an orderly stop into a crash. It ends when its queue closes or its parent is gone.
     for number in (*STOP_SIGNALS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    # A rank that ends while a batch is handed over says so itself.
-    sys.excepthook = _say_all_but_a_lost_rank
+    sys.excepthook = _show_all_but_lost_connections
 
 
-def _say_all_but_a_lost_rank(
+def _show_all_but_lost_connections(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
+    # A rank that ends while it receives a batch reports its own error.
     if not issubclass(kind, ConnectionError | EOFError):
         sys.__excepthook__(kind, error, trace)

@@ -1,11 +1,8 @@
-"""How many loading processes: by what the host has, or measured on the user's own data.
+"""How many loading processes: what the host has room for, and which number is the fastest.
 
-`tune_loader` shows the whole sweep; `--num-workers auto` in a training recipe uses the same code
-and remembers its answer in the run's folder.
+`tune_loader` shows the whole sweep; `--num-workers auto` of a training recipe makes the same one.
 """
 
-import json
-import logging
 import math
 import os
 import socket
@@ -13,39 +10,37 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch.utils.data import DataLoader
 
-from common.data.stream import Key, Samples, make_loader
-from common.files import mebibytes, write_json
-from common.group.collectives import broadcast, gather
+from common.data.stream import Samples
+from common.files import mebibytes
+from common.group.collectives import gather
 from common.group.devices import synchronize
 from common.group.host import cpu_quotas
 
-log = logging.getLogger("recipes")
-
 GAIN = 1.05
-"""One more loading process must be worth this much: below it is noise."""
+"""More loading processes must be faster by this factor: a smaller gain is noise."""
 
 MOST_BY_DEFAULT = 8
-"""Loading processes per rank: a core decodes some 600 photos/s, a fast GPU's ResNet-50 takes 3,000.
-More cost memory."""
+"""Loading processes per rank. A core decodes about 600 photos/s, and ResNet-50 on a fast GPU takes
+3,000 photos/s. More processes would only cost memory."""
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
 
 def cores_per_rank() -> tuple[int, int]:
-    """CPU cores for each rank, the least of all ranks, and the ranks here. Calls collectives.
+    """CPU cores per rank, and the ranks on this host. Calls collectives.
 
-    Ranks may have cores of their own (srun and mpirun can bind them) or share a host's: a core that
-    three ranks may use counts as a third for each.
+    srun and mpirun can bind each rank to its own cores; otherwise the ranks share the host's. A
+    core that three ranks may use counts as a third for each of them.
 
     Returns:
-        Cores of a rank, at least 1, and how many ranks are on this host.
+        The cores of the rank that has the fewest, at least 1; and the number of ranks.
     """
     host, mine = socket.gethostname(), os.sched_getaffinity(0)
     here = [cores for name, cores in gather((host, mine)) if name == host]
@@ -55,17 +50,9 @@ def cores_per_rank() -> tuple[int, int]:
 
 
 def default_num_workers(cores: int, device: torch.device) -> int:
-    """Loading processes per rank of so many cores, of which training on a CPU takes its threads."""
+    """Loading processes for a rank's CPU cores, less the cores that training on a CPU uses."""
     busy = torch.get_num_threads() if device.type == "cpu" else 0
     return max(0, min(cores - busy, MOST_BY_DEFAULT))
-
-
-def counts(cpu_cores: int) -> Iterator[int]:
-    """Numbers of loading processes to try: 0, 1, 2, ... to the cores, then in larger steps."""
-    number = 0
-    while True:
-        yield number
-        number += 1 if number < max(4, cpu_cores) else max(2, cpu_cores // 2)
 
 
 def most_workers(
@@ -73,18 +60,18 @@ def most_workers(
 ) -> tuple[int, str]:
     """The most loading processes per rank whose batches fit into this host's shared memory.
 
-    A batch goes from its loading process to the rank through /dev/shm, of which Docker gives a
-    container 64 MB; a process that finds it full dies of a bus error. Each has up to two batches
-    ready, and the rank holds up to two more.
+    A loading process hands its batches over in /dev/shm, of which Docker gives a container 64 MB. A
+    process that finds it full dies of a bus error. Each process has up to two batches ready, and
+    the rank holds two more.
 
     Args:
-        samples: to load, all of one shape.
-        batch_size: of the largest batch that a rank loads.
+        samples: all of one shape.
+        batch_size: size of the largest batch that a rank loads [samples].
         ranks_here: ranks on this host.
-        free_bytes: of /dev/shm; asked where None. A machine without one has no limit.
+        free_bytes: free space in /dev/shm. None: ask the system.
 
     Returns:
-        The number, and how it comes about, for the user.
+        The number, and the reason as a clause for a message.
     """
     if free_bytes is None:
         if not _SHARED_MEMORY.is_dir():
@@ -102,57 +89,47 @@ def most_workers(
 
 
 def samples_per_s(
-    samples: Samples,
-    batches: Sequence[list[Key]],
-    device: torch.device,
-    *,
-    num_workers: int,
-    pin_memory: bool,
-    limit_s: float = math.inf,
+    make_loader: Callable[[], DataLoader[Any]], device: torch.device, limit_s: float = math.inf
 ) -> float:
-    """Load batches and copy them to the device, as training does but with nothing else to do.
+    """Speed of loading batches and copying them to the device, with nothing else to do.
 
-    The loading processes are started before the clock, because they start once a run; and they
-    have loaded nothing ahead when it starts, because that would be counted as speed.
+    The clock starts when the loading processes run, because they start once per run, but before
+    they have loaded anything.
 
     Args:
-        samples: to load.
-        batches: keys of each batch, two or more.
-        device: that the batches are copied to.
-        num_workers: loading processes.
-        pin_memory: load into page-locked memory.
-        limit_s: leave the rest unloaded after this long [s].
+        make_loader: makes the DataLoader of (images, labels) to measure. Its loading processes must
+            outlive an iteration.
+        device: where the batches go.
+        limit_s: stop after this time [s].
     """
-    with warnings.catch_warnings():  # more processes than cores are tried on purpose
+    with warnings.catch_warnings():  # the sweep tries more processes than there are cores
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-        loader = make_loader(samples, list(batches), num_workers=num_workers, pin_memory=pin_memory)
+        loader = make_loader()
         next(iter(loader))
-        iterator = iter(loader)  # takes back what was under way
+        iterator = iter(loader)  # drops the batches that were loaded ahead
         count, start_s = 0, time.perf_counter()
         for images, _ in iterator:
-            moved: Tensor = images.to(device, non_blocking=True)
-            count += len(moved)
+            count += len(images.to(device, non_blocking=True))
             if time.perf_counter() - start_s > limit_s:
                 break
         synchronize(device)
         return count / (time.perf_counter() - start_s)
 
 
-def recommend(speeds: dict[int, float]) -> tuple[int, str]:
-    """The smallest number of loading processes that nothing beats by more than noise, and why."""
-    best = max(speeds, key=lambda number: speeds[number])
-    chosen = min(number for number in speeds if speeds[number] * GAIN >= speeds[best])
-    ratio = speeds[chosen] / speeds[0]
-    if chosen == 0:
-        why = "loading processes gain nothing here: handing batches over costs what they save"
-    elif chosen == best:
-        why = f"the fastest, {ratio:.1f} times loading in the training process"
-    else:
-        why = (
-            f"{ratio:.1f} times loading in the training process; {best} would be "
-            f"{speeds[best] / speeds[chosen] - 1:.0%} faster, within noise"
-        )
-    return chosen, why
+def sweep(measure: Callable[[int], float], most: int, cores: int) -> dict[int, float]:
+    """What `measure` says [samples/s] of 0, 1, 2, ... loading processes, until two bring nothing.
+
+    Args:
+        measure: takes the number of loading processes.
+        most: the largest number to try.
+        cores: CPU cores of this rank; beyond them the steps are larger.
+    """
+    speeds: dict[int, float] = {}
+    number = 0
+    while number <= most and not done(speeds):
+        speeds[number] = measure(number)
+        number += 1 if number < max(4, cores) else max(2, cores // 2)
+    return speeds
 
 
 def done(speeds: dict[int, float]) -> bool:
@@ -160,39 +137,17 @@ def done(speeds: dict[int, float]) -> bool:
     return len(speeds) > 2 and recommend(speeds)[0] not in list(speeds)[-2:]
 
 
-def choose_num_workers(
-    samples: Samples,
-    batches: Sequence[list[Key]],
-    device: torch.device,
-    pin_memory: bool,
-    folder: Path,
-    cpu_cores: int,
-) -> int:
-    """Measure on all ranks at the same time, as they will load in training; every rank calls it.
-
-    Args:
-        samples: of the training data.
-        batches: this rank's, of one epoch.
-        device: of this rank.
-        pin_memory: load into page-locked memory.
-        folder: of the run, where the answer is kept in loader.json and read again on a resume.
-        cpu_cores: of each rank, the same number on all: no more processes are tried.
-    """
-    file = folder / "loader.json"
-    known: Any = broadcast(json.loads(file.read_text()) if file.is_file() else None)
-    if known is None:
-        speeds: dict[int, float] = {}
-        enough = list(batches) * -(-100 // len(batches))  # a small data set several times over
-        for number in counts(cpu_cores):
-            own = samples_per_s(
-                samples, enough, device, num_workers=number, pin_memory=pin_memory, limit_s=1.0
-            )
-            speeds[number] = min(gather(own))  # training waits for the slowest rank
-            if number >= cpu_cores or done(speeds):
-                break
-        chosen, why = recommend(speeds)
-        known = {"num_workers": chosen, "why": why, "samples_per_s_a_rank": speeds}
-        if torch.distributed.get_rank() == 0:
-            write_json(file, known)
-            log.info(f"--num-workers auto: {chosen} ({why})")
-    return int(known["num_workers"])
+def recommend(speeds: dict[int, float]) -> tuple[int, str]:
+    """The smallest number of loading processes that none beats by more than noise; and why."""
+    best = max(speeds, key=lambda number: speeds[number])
+    chosen = min(number for number in speeds if speeds[number] * GAIN >= speeds[best])
+    ratio = f"{speeds[chosen] / speeds[0]:.1f} times loading in the training process"
+    if chosen == 0:
+        return (
+            chosen,
+            "loading processes gain nothing here: handing batches over costs what they save",
+        )
+    if chosen == best:
+        return chosen, f"the fastest, {ratio}"
+    faster = speeds[best] / speeds[chosen] - 1
+    return chosen, f"{ratio}; {best} would be {faster:.0%} faster, within noise"

@@ -18,7 +18,6 @@ FREE = {
     "epoch_weights",
     "max_steps",
     "num_workers",
-    "loader",
     "pin_memory",
     "download",
     "verify_images",

@@ -1,10 +1,10 @@
-"""Loading data fast: how many worker processes, measured on your own data.
+"""Loading data fast: how many loading processes, measured on your own data.
 
-Times a fixed number of samples for 0, 1, 2, ... loading processes, with and without pinned memory
-where there is a GPU, until more bring nothing, and recommends the smallest number that nothing
-beats. Training recipes choose by the number of cores, or measure like this by `--num-workers auto`.
-Use it when `samples_per_s` of a training run is far below what the model alone can do; where the
-model is the slow part, any number will do.
+Times a fixed number of samples with 0, 1, 2, ... loading processes until more of them bring
+nothing. If there is a GPU, each number is timed with and without pinned memory. Recommends the
+smallest number that no other number beats. Training recipes choose by the number of cores, or make
+this measurement with `--num-workers auto`. Use it if `samples_per_s` of a training run is far below
+the speed of the model alone. If the model is slower than loading, the number does not matter.
 
     make run RECIPE=tune_loader ARGS="--data imagefolder --data-path flower_photos"
     docker run --gpus all IMAGE tune_loader --data imagefolder --data-path /data
@@ -31,8 +31,8 @@ import torch
 
 from common import cli
 from common.data.datasets import DataOptions, load_data
-from common.data.stream import GlobalBatches
-from common.data.workers import counts, done, most_workers, recommend, samples_per_s
+from common.data.stream import GlobalBatches, make_loader
+from common.data.workers import done, most_workers, recommend, samples_per_s, sweep
 from common.figure import save_figure
 from common.files import write_json
 from common.group.devices import choose_device
@@ -44,6 +44,7 @@ from common.run.folder import result_folder
 from common.run.logs import device_in_words, log, progress_bar, set_up_logs
 from common.run.manifest import describe_run
 from common.run.options import flatten
+from recipes.tune_loader.streams import make_stream_loader
 
 NAME = "tune_loader"
 LAUNCHED = "one"  # see common.cli
@@ -56,15 +57,19 @@ class TuneOptions:
     output_dir: Path | None = None
     """Folder of the result. None: runs/tune_loader/UTC-TIME."""
     global_batch_size: int = 96
-    """Samples a batch [samples]."""
+    """Size of a batch [samples]."""
     samples: int = 4000
-    """How many are timed for each setting [samples]; a smaller data set is gone through again."""
+    """Samples timed for each setting [samples]. A smaller data set is loaded several times."""
+    style: Literal["map", "stream"] = "map"
+    """Style of the data set. stream: the same batches from an iterable, sharded by hand
+    (recipes/tune_loader/streams.py)."""
     max_workers: int | None = None
-    """Largest number of loading processes to try. None: until two more bring nothing."""
+    """Largest number of loading processes to try [processes]. None: until two more bring
+    nothing."""
     rounds: int = 3
-    """How often each setting is timed, in turn; the median counts."""
+    """Times that each setting is measured [rounds]; the median counts."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where batches are copied to. auto takes a GPU where there is one, and says which."""
+    """Device that batches are copied to. auto: a GPU if there is one."""
     seed: int = 0
     """Seed of the order of samples and of the augmentation."""
 
@@ -85,44 +90,46 @@ class Config:
     data: DataOptions = field(default_factory=DataOptions)
 
 
-def sweep(config: Config, device: torch.device) -> tuple[dict[str, Any], str]:
-    """Time every setting: samples/s by number of processes, for pinned memory and without.
+def measure_settings(config: Config, device: torch.device) -> tuple[dict[str, Any], str]:
+    """Time every setting, and choose one.
 
     Returns:
-        What was found, and the data's fingerprint.
+        The result, with samples/s by kind of memory and number of processes in each round; and the
+        data's fingerprint.
     """
     options = config.tune
     data = load_data(config.data, options.seed, Ranks())
     batches = GlobalBatches(len(data.train), options.global_batch_size, options.seed, 0, 1)
     epoch, wanted = list(batches), -(-options.samples // options.global_batch_size)
     timed = (epoch * -(-wanted // len(epoch)))[:wanted]
-    found: dict[str, dict[int, list[float]]] = {}
-    most, room = most_workers(data.train, options.global_batch_size, 1)
-    for number in counts(len(os.sched_getaffinity(0))):
-        if options.max_workers is not None and number > options.max_workers:
-            break
-        if number > most:
-            log.info(f"{room}: no more are tried; {SHARED_MEMORY_HINT}")
-            break
-        settings = (True, False) if device.type == "cuda" else (False,)
-        bar = progress_bar(options.rounds * len(settings), 0, Ranks(), "run", f"{number} workers")
+    make = make_stream_loader if options.style == "stream" else make_loader
+    kinds = ("pinned", "pageable") if device.type == "cuda" else ("pageable",)
+    found: dict[str, dict[int, list[float]]] = {kind: {} for kind in kinds}
+
+    def measure(number: int) -> float:
+        bar = progress_bar(options.rounds * len(kinds), 0, Ranks(), "run", f"{number} workers")
         for _ in range(options.rounds):
-            for pinned in settings:
-                speed = samples_per_s(
-                    data.train, timed, device, num_workers=number, pin_memory=pinned
+            for kind in kinds:
+                load = partial(
+                    make, data.train, timed, num_workers=number, pin_memory=kind == "pinned"
                 )
-                speeds = found.setdefault("pinned" if pinned else "pageable", {})
-                speeds.setdefault(number, []).append(speed)
+                found[kind].setdefault(number, []).append(samples_per_s(load, device))
                 bar.update()
         bar.close()
-        if all(done(median_of(speeds)) for speeds in found.values()):
-            break
+        return max(median_of(speeds)[number] for speeds in found.values())
+
+    room, why_room = most_workers(data.train, options.global_batch_size, 1)
+    most = room if options.max_workers is None else min(room, options.max_workers)
+    speeds = sweep(measure, most, len(os.sched_getaffinity(0)))
+    if most == room and not done(speeds):
+        log.info(f"{why_room}: no more are tried; {SHARED_MEMORY_HINT}")
     kind = max(found, key=lambda k: max(median_of(found[k]).values()))
     chosen, why = recommend(median_of(found[kind]))
     result = {
         "num_workers": chosen,
         "pin_memory": kind == "pinned",
         "why": why,
+        "style": options.style,
         "samples": sum(map(len, timed)),
         "samples_per_s": found,
     }
@@ -130,12 +137,12 @@ def sweep(config: Config, device: torch.device) -> tuple[dict[str, Any], str]:
 
 
 def median_of(speeds: dict[int, list[float]]) -> dict[int, float]:
-    """The median of each number's rounds."""
+    """The median of the rounds, by number of processes."""
     return {number: statistics.median(rounds) for number, rounds in speeds.items()}
 
 
 def plot(found: dict[str, Any], axes: Any) -> None:
-    """Samples/s by number of processes, every round as a point."""
+    """Samples/s by number of processes; each round is a point."""
     for kind, speeds in found["samples_per_s"].items():
         middle = median_of(speeds)
         axes.plot([int(n) for n in middle], list(middle.values()), "o-", label=f"{kind} memory")
@@ -147,7 +154,7 @@ def plot(found: dict[str, Any], axes: Any) -> None:
 
 
 def train(config: Config, ranks: Ranks) -> None:
-    """Sweep in this one process; the result goes into `config.tune.output_dir`."""
+    """Measure in this one process, and write the result into `config.tune.output_dir`."""
     set_up_logs(ranks)
     options = config.tune
     device = choose_device(options.device, ranks)
@@ -156,7 +163,7 @@ def train(config: Config, ranks: Ranks) -> None:
     write_json(folder / "config.json", flatten(config))
     torch.set_num_threads(1)
     with process_group(ranks, device, "auto", 600):
-        found, fingerprint = sweep(config, device)
+        found, fingerprint = measure_settings(config, device)
         manifest = describe_run([device], options.seed, fingerprint)
     write_json(folder / "manifest.json", manifest)
     write_json(folder / "loader.json", found)
