@@ -225,26 +225,17 @@ def torchvision_data(options: DataOptions, seed: int) -> Data:
             f"no {options.data} in --data-path {options.data_path}: add --download, or put it there"
         ) from error
     _, side, mean, std = _TORCHVISION[options.data]
-    resize = []
-    if options.image_size:
-        side = options.image_size
-        resize = [v2.Resize((side, side))]
-    augment = [v2.RandomCrop(side, padding=side // 8), v2.RandomHorizontalFlip()]
-    training = v2.Compose([*resize, *augment, v2.PILToTensor()])
-    plain = v2.Compose([*resize, v2.PILToTensor()])
+    side = options.image_size or side
+    plain = v2.Compose([v2.Resize((side, side)), v2.PILToTensor()])
+    crop = v2.RandomCrop(side, padding=side // 8)
+    augmented = v2.Compose([plain, crop, v2.RandomHorizontalFlip()])
     digest = hashlib.sha256()
     for part in (train, val):
         digest.update(np.asarray(part.data).tobytes() + np.asarray(part.targets).tobytes())
-    return Data(
-        Samples(train, range(len(train)), training, seed),
-        Samples(val, range(len(val)), plain, seed),
-        list(train.classes),
-        len(mean),
-        side,
-        digest.hexdigest(),
-        mean,
-        std,
-    )
+    training = Samples(train, range(len(train)), augmented, seed)
+    validation = Samples(val, range(len(val)), plain, seed)
+    names, fingerprint = list(train.classes), digest.hexdigest()
+    return Data(training, validation, names, len(mean), side, fingerprint, mean, std)
 
 
 def _torchvision_part(options: DataOptions, *, train: bool, download: bool = False) -> Any:
@@ -264,13 +255,6 @@ def image_folder_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
         image_folder.verify_once(files, copy, ranks)
     log.info(f"JPEGs are decoded by {'TorchCodec' if image_folder.fast_jpeg() else 'Pillow'}")
     side, source = options.image_size or 224, image_folder.ImageFiles(files)
-    return Data(
-        Samples(source, train, partial(image_folder.random_crop, side=side), seed),
-        Samples(source, val, partial(image_folder.center_crop, side=side), seed),
-        names,
-        3,
-        side,
-        fingerprint,
-        IMAGENET_MEAN,
-        IMAGENET_STD,
-    )
+    training = Samples(source, train, partial(image_folder.random_crop, side=side), seed)
+    validation = Samples(source, val, partial(image_folder.center_crop, side=side), seed)
+    return Data(training, validation, names, 3, side, fingerprint, IMAGENET_MEAN, IMAGENET_STD)

@@ -1,8 +1,10 @@
-"""How many loading processes: what the host has room for, and which number is the fastest.
+"""How many loading processes: by the CPU cores, by the room in /dev/shm, or the fastest number.
 
 `tune_loader` shows the whole sweep; `--num-workers auto` of a training recipe makes the same one.
 """
 
+import json
+import logging
 import math
 import os
 import socket
@@ -11,17 +13,24 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from common.data.datasets import DataOptions
 from common.data.stream import Samples
-from common.files import mebibytes
-from common.group.collectives import gather
+from common.errors import InputError
+from common.files import mebibytes, write_json
+from common.group.collectives import agreed, broadcast, gather
 from common.group.devices import synchronize
 from common.group.host import cpu_quotas
+from common.launch.hints import SHARED_MEMORY_HINT
+
+log = logging.getLogger("recipes")
 
 GAIN = 1.05
 """More loading processes must be faster by this factor: a smaller gain is noise."""
@@ -47,6 +56,36 @@ def cores_per_rank() -> tuple[int, int]:
     users = Counter(core for cores in here for core in cores)
     cores = min([sum(1 / users[core] for core in mine), *(q / len(here) for q in cpu_quotas())])
     return max(1, int(min(gather(cores)) + 1e-6)), len(here)
+
+
+def choose_num_workers(
+    options: DataOptions, samples: Samples, largest: int, device: torch.device
+) -> int:
+    """Loading processes per rank, the same number on every rank; for "auto" the most to try.
+
+    Args:
+        largest: size of the largest batch, which decides what fits into /dev/shm [samples].
+
+    Raises:
+        InputError: /dev/shm is too small for the number that the user gave.
+    """
+    asked = options.num_workers
+    if asked == 0 or (asked is None and options.data != "imagefolder"):
+        return 0
+    cores, ranks_here = cores_per_rank()
+    with agreed():
+        room = most_workers(samples, largest, ranks_here)
+    most, why = min(gather(room))
+    if isinstance(asked, int):
+        if asked > most:
+            raise InputError(f"--num-workers {asked}: {why}; {SHARED_MEMORY_HINT}")
+        return asked
+    wanted = cores if asked == "auto" else default_num_workers(cores, device)
+    if most < wanted:
+        log.info(f"{why}; {SHARED_MEMORY_HINT}")
+    if asked is None:
+        log.info(f"--num-workers {min(most, wanted)} (CPU cores per rank: {cores})")
+    return min(most, wanted)
 
 
 def default_num_workers(cores: int, device: torch.device) -> int:
@@ -141,13 +180,41 @@ def recommend(speeds: dict[int, float]) -> tuple[int, str]:
     """The smallest number of loading processes that none beats by more than noise; and why."""
     best = max(speeds, key=lambda number: speeds[number])
     chosen = min(number for number in speeds if speeds[number] * GAIN >= speeds[best])
-    ratio = f"{speeds[chosen] / speeds[0]:.1f} times loading in the training process"
+    why = f"{speeds[chosen] / speeds[0]:.1f} times loading in the training process"
     if chosen == 0:
-        return (
-            chosen,
-            "loading processes gain nothing here: handing batches over costs what they save",
-        )
-    if chosen == best:
-        return chosen, f"the fastest, {ratio}"
-    faster = speeds[best] / speeds[chosen] - 1
-    return chosen, f"{ratio}; {best} would be {faster:.0%} faster, within noise"
+        why = "loading processes gain nothing here: handing batches over costs what they save"
+    elif chosen == best:
+        why = f"the fastest, {why}"
+    else:
+        why += f"; {best} would be {speeds[best] / speeds[chosen] - 1:.0%} faster, within noise"
+    return chosen, why
+
+
+def fastest_num_workers(
+    load: Callable[..., DataLoader[Any]], most: int, device: torch.device, folder: Path
+) -> int:
+    """The recommended number of loading processes, measured on all ranks at the same time.
+
+    The answer is kept in loader.json in `folder`, and a resumed run reads it there.
+
+    Args:
+        load: makes the DataLoader to measure; takes `num_workers`.
+        most: the largest number to try, the same on every rank.
+        device: this rank's.
+        folder: the run's.
+    """
+
+    def measure(number: int) -> float:
+        own = samples_per_s(partial(load, num_workers=number), device, limit_s=1.0)
+        return min(gather(own))  # training waits for the slowest rank
+
+    file = folder / "loader.json"
+    known: Any = broadcast(json.loads(file.read_text()) if file.is_file() else None)
+    if known is None:
+        speeds = sweep(measure, most, most)
+        chosen, why = recommend(speeds)
+        known = {"num_workers": chosen, "why": why, "samples_per_s_a_rank": speeds}
+        if dist.get_rank() == 0:
+            write_json(file, known)
+            log.info(f"--num-workers auto: {chosen} ({why})")
+    return min(most, int(known["num_workers"]))  # the run may resume on a smaller host
