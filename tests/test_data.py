@@ -53,7 +53,7 @@ def photo(path: Path, seed: int, size: tuple[int, int] = (40, 30)) -> None:
 
 
 def flowers(root: Path, per_class: int = 10, names: tuple[str, ...] = ("daisy", "tulip")) -> Path:
-    """An image folder of classes, as the flower photos come."""
+    """Write an image folder with one sub-folder per class."""
     for label, name in enumerate(names):
         for number in range(per_class):
             photo(root / name / f"{name} {number}.jpg", label)
@@ -79,7 +79,7 @@ def test_digits_are_real_and_split_by_seed() -> None:
 
 
 def test_a_batch_in_memory_is_its_samples_each_shifted_by_its_own_key() -> None:
-    """As if each were padded with its darkest value and cropped, by what its key alone draws."""
+    """Each is padded with its darkest value and cropped at a place that only its key decides."""
     data = load(data="fake", image_size=16)
     keys = [(3, index) for index in (5, 0, 17, 5)]
     images, labels = data.train.__getitems__(keys)
@@ -102,7 +102,9 @@ def test_a_batch_in_memory_is_its_samples_each_shifted_by_its_own_key() -> None:
     marked[:, :, 8, 8] = 1
     moved = shifted(marked, data.train.seeds_of([(0, i) for i in range(len(data.train))]))
     down_and_right = moved.flatten(1).argmax(1).bincount()
-    assert int((down_and_right > len(data.train) / 25 * 0.5).sum()) == 25, "all 25, alike often"
+    assert int((down_and_right > len(data.train) / 25 * 0.5).sum()) == 25, (
+        "all 25 places are about equally frequent"
+    )
 
 
 def test_fake_data_is_the_same_every_time() -> None:
@@ -150,7 +152,7 @@ def test_greyscale_palette_and_transparent_images_are_read(tmp_path: Path) -> No
 
 
 def photos(root: Path) -> Path:
-    """The two photos that scikit-learn holds, as JPEG files, one of them upright."""
+    """Write the two photos in scikit-learn as JPEG files, one of them upright."""
     for number, pixels in enumerate(load_sample_images().images):
         path = root / f"class {number % 2}" / f"{number}.jpg"
         path.parent.mkdir(parents=True)
@@ -160,7 +162,7 @@ def photos(root: Path) -> Path:
 
 
 class Pictures:
-    """The same files as Pillow gives them."""
+    """The same files, opened by Pillow."""
 
     def __init__(self, files: list[tuple[Path, int]]) -> None:
         self.files = files
@@ -214,7 +216,7 @@ def test_both_jpeg_decoders_give_the_same_bytes(
 
 
 def faulty_folder(root: Path, fault: str) -> str:
-    """Break a good folder; returns what the error must name."""
+    """Write a folder with a fault; returns what the error must name."""
     flowers(root)
     if fault == "truncated JPEG":
         path = root / "daisy" / "cut.jpg"
@@ -222,7 +224,7 @@ def faulty_folder(root: Path, fault: str) -> str:
         path.write_bytes(path.read_bytes()[:-800])
         return r"cut\.jpg cannot be decoded"
     if fault == "tiny":
-        Image.new("RGB", (1, 3)).save(root / "daisy" / "a.jpg")  # small, and no fault
+        Image.new("RGB", (1, 3)).save(root / "daisy" / "a.jpg")  # small, but not a fault
         (root / "daisy" / "odd.ppm").write_bytes(b"P6 9999999999 1 255 x")
         return r"odd\.ppm cannot be decoded"
     if fault == "text named .jpg":
@@ -247,7 +249,7 @@ def test_a_bad_image_folder_is_named_before_training(tmp_path: Path, fault: str)
 
 
 def own_copy(ranks: Ranks, root: Path, apart: bool) -> list[int]:
-    """How many images this rank verifies in each of two loads; `apart`: of a copy of its own."""
+    """Images that this rank verifies in each of two loads; `apart`: each rank has its own copy."""
     counts: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(image_folder, "verify", lambda paths, **_: counts.append(len(paths)))
@@ -261,7 +263,7 @@ def test_ranks_share_the_verification_of_what_they_all_see(pool: Pool, tmp_path:
     for rank in range(2):
         flowers(tmp_path / str(rank), per_class=5 + rank)
     assert pool.run(in_group, 2, own_copy, tmp_path, True) == [[10], [12]]
-    assert pool.run(in_group, 2, own_copy, tmp_path, False) == [[], []], "known by now"
+    assert pool.run(in_group, 2, own_copy, tmp_path, False) == [[], []], "verified before"
     photo(tmp_path / "0" / "daisy" / "one more.jpg", 5)
     assert pool.run(in_group, 2, own_copy, tmp_path, False) == [[6], [5]]
     (tmp_path / "0" / "daisy" / "one more.jpg").touch()
@@ -285,8 +287,8 @@ def test_loading_processes_by_the_cores_of_a_rank(pool: Pool) -> None:
     host = set(range(12))
     assert shared_out(host) == (12, 1)
     assert shared_out(host, host, host) == (4, 3)
-    assert shared_out(set(range(4)), set(range(4, 8))) == (4, 2), "bound to cores of their own"
-    assert shared_out(set(range(6)), set(range(4, 8))) == (3, 2), "to some of their own"
+    assert shared_out(set(range(4)), set(range(4, 8))) == (4, 2), "each bound to its own cores"
+    assert shared_out(set(range(6)), set(range(4, 8))) == (3, 2), "bound to cores that overlap"
     assert shared_out({0}, {0}) == (1, 2)
     assert shared_out(host, host, quota=6.0) == (3, 2)
     gpu = torch.device("cuda")
@@ -346,7 +348,7 @@ def test_fashion_mnist_is_downloaded_on_request_only(
     mirror, store = tmp_path / "mirror", tmp_path / "store"
     store.mkdir()
     monkeypatch.setattr(FashionMNIST, "resources", fashion_files(mirror))
-    monkeypatch.setattr(FashionMNIST, "mirrors", ["http://127.0.0.1:9/"])  # nobody answers
+    monkeypatch.setattr(FashionMNIST, "mirrors", ["http://127.0.0.1:9/"])  # no server there
     with pytest.raises(InputError, match="add --download"):
         load(data="fashion_mnist", data_path=store)
     assert not list(store.iterdir())

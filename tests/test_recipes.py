@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -32,6 +32,7 @@ from recipes.dp_scratch import train as dp_scratch
 from recipes.model_parallel_toy import train as parallel
 from recipes.model_parallel_toy.pipeline import Pipeline
 from recipes.model_parallel_toy.split import Split, cut
+from recipes.tune_loader import train as tune_loader
 from recipes.tune_loader.streams import make_stream_loader
 from tests.conftest import ROOT, Recipe
 from tests.pool import Pool, call_main, in_group
@@ -494,6 +495,19 @@ def test_what_is_measured_is_loading_and_not_what_was_loaded_before() -> None:
         for make in (make_loader, make_stream_loader):
             speed = samples_per_s(partial(make, samples, epoch, num_workers=workers), CPU)
             assert 0 < speed <= ideal
+
+
+@pytest.mark.parametrize("style", ["map", "stream"])
+def test_tune_loader_measures_either_style(style: Literal["map", "stream"]) -> None:
+    tune = tune_loader.TuneOptions(
+        global_batch_size=32, samples=64, style=style, max_workers=1, rounds=2, device="cpu"
+    )
+    config = tune_loader.Config(tune=tune)
+    found, _ = in_group(Ranks(), lambda _: tune_loader.measure_settings(config, CPU))
+    assert (found["style"], found["samples"], found["pin_memory"]) == (style, 64, False)
+    speeds = found["samples_per_s"]["pageable"]
+    assert {number: len(rounds) for number, rounds in speeds.items()} == {0: 2, 1: 2}
+    assert all(speed > 0 for rounds in speeds.values() for speed in rounds)
 
 
 def test_every_recipe_through_the_front_door(recipe: Recipe) -> None:

@@ -82,7 +82,7 @@ def test_an_epoch_shows_each_sample_at_most_once_and_in_another_order_each_time(
 
 
 def test_the_union_over_ranks_is_what_distributed_sampler_would_give() -> None:
-    """Same contract as torch's: every sample once an epoch over all ranks, none twice."""
+    """torch's promise too: over all ranks, every sample once per epoch."""
     torchs: list[DistributedSampler[int]] = [
         DistributedSampler(range(96), num_replicas=3, rank=rank, drop_last=True)  # type: ignore[arg-type]
         for rank in range(3)
@@ -100,7 +100,7 @@ def test_augmentation_depends_on_the_key_alone() -> None:
     torch.manual_seed(99)
     _ = data[(0, 1)]
     assert torch.equal(data[(2, 5)][0], first)
-    assert not torch.equal(data[(3, 5)][0], first), "each epoch augments anew"
+    assert not torch.equal(data[(3, 5)][0], first), "each epoch augments in its own way"
     assert not torch.equal(data[(2, 6)][0] - 1, first), "each sample has its own draw"
     assert not torch.equal(samples(10, seed=8)[(2, 5)][0], first), "the seed decides too"
 
@@ -165,13 +165,13 @@ def test_batches_that_cannot_be() -> None:
         GlobalBatches(10, 12, 0, 0, 1)
 
 
-def test_a_loading_process_says_nothing_of_a_rank_that_is_gone(
+def test_a_loading_process_is_silent_about_a_rank_that_has_ended(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl-C ends a rank while a batch is handed over: its loading process sees a reset."""
+    """Ctrl-C ends a rank while it receives a batch, and its loading process sees a reset."""
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     stream._start_worker(0)
-    for error in (ConnectionResetError(104, "reset by peer"), ValueError("of its own")):
+    for error in (ConnectionResetError(104, "reset by peer"), ValueError("another")):
         sys.excepthook(type(error), error, None)
-    assert capsys.readouterr().err == "ValueError: of its own\n"
+    assert capsys.readouterr().err == "ValueError: another\n"
