@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader
 from common import cli
 from common.data.stream import GlobalBatches, fixed_batches, make_loader
 from common.group.devices import choose_device
-from common.group.meet import process_group
+from common.group.rendezvous import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
 from common.measure import PeakMemory

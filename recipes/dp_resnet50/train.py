@@ -36,7 +36,7 @@ from common.data.loaders import make_loaders
 from common.errors import InputError, multiples_near
 from common.files import mebibytes
 from common.group.devices import choose_device
-from common.group.meet import process_group
+from common.group.rendezvous import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
 from common.measure import Utilization, peak_memory_bytes

@@ -12,7 +12,7 @@ from PIL import Image
 from common import cli
 from common.figure import save_figure
 from common.group.devices import choose_device
-from common.group.meet import process_group
+from common.group.rendezvous import process_group
 from common.launch.ranks import Ranks
 from recipes.tune_loader.train import NAME, Config, median_of, plot, sweep
 
