@@ -22,6 +22,7 @@ from common.data.stream import (
 from common.errors import InputError
 from common.group.collectives import agreed
 from common.launch.ranks import Ranks
+from common.options import free
 from common.seeds import mix
 
 log = logging.getLogger("recipes")
@@ -35,24 +36,24 @@ class DataOptions:
 
     data: Literal["digits", "imagefolder", "fashion_mnist", "cifar10", "fake"] = "digits"
     """Data set. digits (1,797 images of 8x8 px, from scikit-learn) needs no download."""
-    data_path: Path | None = None
+    data_path: Path | None = free(None)
     """Folder of the data; imagefolder: one sub-folder per class, or train/ and val/ with
     one sub-folder per class in each."""
-    download: bool = False
+    download: bool = free(False)
     """Let rank 0 download fashion_mnist or cifar10 into --data-path."""
-    verify_images: bool = True
+    verify_images: bool = free(True)
     """imagefolder: decode every image before training, so that a bad one is found now; once, until
     a file changes (remembered in ~/.cache/torch-recipes)."""
     image_size: int | None = None
     """Side of the square the model sees [px]. None: digits 8, fashion_mnist 28, cifar10 and fake
     32, imagefolder 224."""
-    num_workers: int | Literal["auto"] | None = None
+    num_workers: int | Literal["auto"] | None = free(None)
     """Loading processes per rank [processes]; 0 loads in the training process. None: for
     imagefolder as many as the rank has cores to spare, up to 8; 0 for data in memory. auto measures
     first and remembers its answer in the run's folder."""
-    loader: Literal["map", "stream"] = "map"
+    loader: Literal["map", "stream"] = free("map")
     """Map-style samples with a sampler, or the same batches from a hand-sharded iterable."""
-    pin_memory: bool = True
+    pin_memory: bool = free(True)
     """Page-locked host memory for copies to a GPU; turn it off when host memory is short."""
 
     def __post_init__(self) -> None:

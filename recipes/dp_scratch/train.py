@@ -38,6 +38,7 @@ from common.group.devices import choose_devices
 from common.group.rendezvous import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
+from common.options import free
 from common.run.folder import Run
 from common.run.logs import announce, log, set_up_logs
 from common.run.loop import Loop
@@ -57,7 +58,7 @@ class ParallelOptions:
 
     devices: tuple[str, ...] | None = None
     """Such as `cuda:0 cuda:1`, or `cpu cpu` to learn. None: all GPUs, or cpu cpu without one."""
-    lesson: bool = True
+    lesson: bool = free(True)
     """End with a figure of the same training with larger and larger batches."""
 
 

@@ -42,6 +42,7 @@ from common.group.devices import choose_device, choose_devices
 from common.group.rendezvous import gloo_does_not_disturb, process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
+from common.options import free
 from common.run.folder import Run
 from common.run.logs import announce, log, set_up_logs
 from common.run.loop import Loop
@@ -78,7 +79,7 @@ class ParallelOptions:
     devices: tuple[str, ...] | None = None
     """One device per stage for split and micro, such as `cuda:0 cuda:1` or `cpu cpu`. None: all
     GPUs in turn, or the CPU."""
-    timeline: bool = True
+    timeline: bool = free(True)
     """gpipe and 1f1b: record the last step, for timeline.json and timeline.png."""
 
     def __post_init__(self) -> None:
