@@ -20,12 +20,12 @@ class RunOptions:
     """Where the run goes, on what, and what it leaves."""
 
     output_dir: Path | None = free(None)
-    """Folder of the run. None: runs/NAME/UTC-TIME. If it holds the same run, that run continues."""
+    """Folder of the run. None: runs/NAME/UTC-TIME. The run continues if the folder holds it."""
     resume: Literal["auto", "never"] | Path = free("auto")
     """Where to begin. auto: at the newest intact snapshot in --output-dir; never: at the start; or
     a snapshot file."""
     snapshot_every: int = free(0)
-    """Steps between two snapshots [steps]. 0: only one at the end of each epoch."""
+    """Steps between two snapshots [steps]; 0: none. One more is written after each epoch."""
     keep_snapshots: int = free(3)
     """Snapshots to keep, the newest ones [files]."""
     log_every: int = free(10)

@@ -205,7 +205,7 @@ def train(config: Config, ranks: Ranks) -> None:
     # seed
     set_determinism(**config.run.determinism)
     seed_everything(seed)
-    devices = choose_devices(config.parallel.devices, config.run.device)
+    devices = choose_devices(config.parallel.devices, config.run.device, on_cpu=2)
     device = devices[0]
     announce(NAME, config.run, ranks, device)
     log.info(f"the batch is split over {', '.join(map(str, devices))}")

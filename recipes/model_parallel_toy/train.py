@@ -98,6 +98,10 @@ class ParallelOptions:
                 "--devices is for split and micro: each process of gpipe and 1f1b "
                 "has its own, by --device"
             )
+        if self.devices is not None and len(self.devices) != self.stages:
+            raise ValueError(
+                f"{len(self.devices)} --devices for {self.stages} --stages: name one per stage"
+            )
         if self.data_parallel > 1 and not self.in_processes:
             raise ValueError("--data-parallel needs --schedule gpipe or 1f1b")
 
@@ -144,20 +148,6 @@ def build(options: ParallelOptions, data: Data) -> nn.Module:
     return build_model(model, data.channels, len(data.class_names), data.side)
 
 
-def devices_for(options: ParallelOptions, device: str) -> list[torch.device]:
-    """One device per stage.
-
-    Raises:
-        InputError: a device that is not there, or another number of them than stages.
-    """
-    found = choose_devices(options.devices, device, on_cpu=options.stages)
-    if options.devices is None:
-        found = [found[n * len(found) // options.stages] for n in range(options.stages)]
-    if len(found) != options.stages:
-        raise InputError(f"{len(found)} --devices for {options.stages} --stages: name one a stage")
-    return found
-
-
 def train(config: Config, ranks: Ranks) -> None:
     """Train as one rank of the run, whose folder is `config.run.output_dir`."""
     options, parallel, seed = config.optimizer, config.parallel, config.run.seed
@@ -166,8 +156,11 @@ def train(config: Config, ranks: Ranks) -> None:
     # seed
     set_determinism(**config.run.determinism)
     seed_everything(seed)  # the same initial weights on every rank
-    devices = [] if parallel.in_processes else devices_for(parallel, config.run.device)
-    device = devices[-1] if devices else choose_device(config.run.device, ranks)
+    if parallel.in_processes:
+        devices, device = [], choose_device(config.run.device, ranks)
+    else:
+        devices = choose_devices(parallel.devices, config.run.device, stages=parallel.stages)
+        device = devices[-1]
     announce(NAME, config.run, ranks, device)
     if parallel.in_processes and device.type == "cuda" and config.run.backend == "gloo":
         raise InputError(
