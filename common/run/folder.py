@@ -31,14 +31,8 @@ from common.run.snapshot_files import list_snapshots
 
 log = logging.getLogger("recipes")
 
-_TENSORBOARD = {
-    "loss": "loss",
-    "val_accuracy": "accuracy",
-    "lr": "learning_rate",
-    "samples_per_s": "samples_per_s",
-    "val_loss": "val_loss",
-}
-"""Name in metrics.jsonl to name in TensorBoard."""
+_IN_TENSORBOARD = {"val_accuracy": "accuracy", "lr": "learning_rate"}
+"""Names in metrics.jsonl that are different in TensorBoard."""
 
 
 class Run:
@@ -49,12 +43,7 @@ class Run:
     ) -> None:
         """Make the folder and this rank's log; overwrite nothing. Calls collectives.
 
-        Args:
-            recipe: its name.
-            config: all options.
-            options: the options of the run among them.
-            ranks: of this process.
-            devices: that this process uses; the loss is on the first.
+        This process uses all `devices`; the loss is on the first.
 
         Raises:
             InputError: the folder cannot be written, or the options are not rank 0's.
@@ -152,8 +141,7 @@ class Run:
         self._metrics.write(line.encode() + b"\n")
         self._metrics.flush()
         for name, value in values.items():
-            if name in _TENSORBOARD:
-                self._tensorboard.add_scalar(_TENSORBOARD[name], value, step)
+            self._tensorboard.add_scalar(_IN_TENSORBOARD.get(name, name), value, step)
 
     @property
     def metrics_bytes(self) -> int:

@@ -73,9 +73,7 @@ class RunOptions:
 
 def flatten(config: Any) -> Options:
     """A config dataclass of option groups as one flat dict of JSON values."""
-    flat: Options = {}
-    for name, value in asdict(config).items():
-        flat.update(value if isinstance(value, dict) else {name: value})
+    flat = {name: value for group in asdict(config).values() for name, value in group.items()}
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in flat.items()}
     return {k: str(v) if isinstance(v, Path) else v for k, v in plain.items()}
 

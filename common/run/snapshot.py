@@ -164,12 +164,9 @@ def _write(folder: Path, step: int, content: dict[str, Any], keep: int) -> None:
 
 
 def refuse_non_finite(losses: Tensor, step: int, folder: Path) -> None:
-    """Raise on every rank if any rank's loss is not finite.
+    """Raise TrainingError on every rank if any rank's loss is not finite.
 
-    Args:
-        losses: (world_size, any number), the same on every rank.
-        step: optimizer steps done, for the message.
-        folder: of the snapshots, for the message.
+    `losses` is (world_size, any number), the same on every rank.
     """
     bad = [rank for rank, values in enumerate(losses) if not values.isfinite().all()]
     if bad:
