@@ -6,9 +6,9 @@ One room per question; imports point down this list only (tests/test_house.py):
     run/                   the loop between two steps; folder, snapshots, stop and go on
     data/    training/     samples and batches; model, optimizer, gradients, evaluation
     measure                time and memory
-    group/                 devices, the meeting of the ranks, what they tell each other
+    group/                 devices, the rendezvous of the ranks, what they tell each other
     launch/                who am I; start, end and explain ranks
-    errors files seeds figure   (seeds: randomness, determinism, precision)
+    errors files seeds figure options   (seeds: randomness, determinism, precision)
 
 How to add a recipe, a data set or a launcher: CONTRIBUTING.md.
 """

@@ -181,7 +181,7 @@ def run(
         return refuse(error, ranks)
 
     def body() -> None:
-        from common.group.meet import refuse_together  # imports torch
+        from common.group.rendezvous import refuse_together  # imports torch
 
         try:
             train(config, ranks)
@@ -196,7 +196,7 @@ def refuse(error: InputError, ranks: Ranks | None = None) -> int:
     try:
         ranks = ranks or resolve()
         if ranks.world_size > 1:
-            from common.group.meet import refuse_together  # imports torch
+            from common.group.rendezvous import refuse_together  # imports torch
 
             error = refuse_together(error, ranks)
     except (InputError, ImportError):  # this rank does not know its peers, or torch is broken

@@ -1,4 +1,4 @@
-"""Figures, where matplotlib is installed; a run never fails for want of one."""
+"""Figures. Without matplotlib there is a warning instead: no run fails because of a figure."""
 
 import logging
 from collections.abc import Callable
@@ -9,17 +9,17 @@ log = logging.getLogger("recipes")
 
 
 def save_figure(path: Path, plot: Callable[..., None], panels: int = 1) -> None:
-    """Save what `plot` draws as a PNG whose bytes depend on the data and matplotlib alone.
+    """Save a PNG whose bytes depend only on the data and on matplotlib.
 
     Args:
         path: of the file.
-        plot: called with one matplotlib Axes a panel.
+        plot: draws; called with one matplotlib Axes per panel.
         panels: side by side.
     """
     try:
         import matplotlib
     except ImportError:
-        log.warning(f"{path.name} is not drawn: matplotlib is not installed here")
+        log.warning(f"{path.name} is not drawn: matplotlib is not installed")
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot

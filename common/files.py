@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all; the hash of weights; numbers of bytes in words."""
+"""Files that are written completely or not at all; the hash of weights; bytes in words."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ def weights_sha256(state_dict: dict[str, Tensor]) -> str:
 
 
 def save_weights(weights: dict[str, Tensor], path: Path) -> None:
-    """Save a state_dict by a temporary file and a rename."""
+    """Save a state_dict to a temporary file, then rename it."""
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_suffix(".tmp")
     torch.save(weights, temporary)
@@ -28,7 +28,7 @@ def save_weights(weights: dict[str, Tensor], path: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON by a temporary file and a rename."""
+    """Write JSON to a temporary file, then rename it."""
     temporary = path.with_suffix(".tmp")
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     temporary.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Where randomness comes from, and what else decides the bits of a result."""
+"""Randomness, and what else decides the bits of a result."""
 
 import os
 import random
@@ -12,9 +12,9 @@ def set_determinism(*, deterministic: bool, cpu_threads: int, tf32: bool) -> Non
     """Choose the kernels and thread counts that decide a result's bits; call before any CUDA work.
 
     Args:
-        deterministic: use deterministic kernels only, and raise where an operation has none.
-        cpu_threads: of an operation on a CPU. Sums are cut by thread, so this is an option and
-            never the machine's number of cores.
+        deterministic: raise an error for an operation that has no deterministic kernel.
+        cpu_threads: threads of an operation on a CPU. They decide how sums are cut, so this is an
+            option and never the machine's number of cores.
         tf32: let a GPU round the factors of fp32 products to 10 bits of mantissa.
 
     Source: PyTorch, "Reproducibility" and "Numerical accuracy".
@@ -24,19 +24,19 @@ def set_determinism(*, deterministic: bool, cpu_threads: int, tf32: bool) -> Non
     torch.backends.cudnn.allow_tf32 = tf32
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # What use_deterministic_algorithms does, which imports the compiler besides.
+    # The same as use_deterministic_algorithms(), which also imports the compiler (torch 2.15).
     torch.set_deterministic_debug_mode("error" if deterministic else "default")
-    # It would fill fresh memory with NaN, to find kernels that read what they did not write: a
-    # debugging aid that changes no other kernel's result and cost 12 % of a step of an LSTM.
+    # Filling new memory with NaN is a debugging aid that changes no correct kernel's result, and
+    # took 12 % of an LSTM's step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = not deterministic
 
 
 def mix(*parts: int) -> int:
-    """One 64-bit seed from several non-negative numbers; near inputs give unrelated seeds.
+    """One 64-bit seed from several non-negative numbers; similar inputs give unrelated seeds.
 
-    Source: NumPy's SeedSequence, which pads with zeros: the count keeps (1,) and (1, 0) apart.
+    Source: NumPy's SeedSequence. It pads with zeros, so the count keeps (1,) and (1, 0) apart.
     """
     return int(np.random.SeedSequence([len(parts), *parts]).generate_state(1, np.uint64)[0])
 
@@ -50,9 +50,9 @@ def seed_everything(*parts: int) -> None:
 
 
 def seed_torch(device: torch.device, *parts: int) -> None:
-    """Seed the generator that operations on `device` draw from: what can be done in every step.
+    """Seed only the generator of `device`, which is fast enough for every step.
 
-    `torch.manual_seed` formats a traceback for each backend that has not begun yet: 1 ms.
+    `torch.manual_seed` takes 1 ms: it formats a traceback for each backend not yet initialized.
     """
     if device.type == "cuda":
         torch.cuda.manual_seed(mix(*parts))
@@ -61,7 +61,7 @@ def seed_torch(device: torch.device, *parts: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """This process's generator states, as plain values and tensors (`weights_only` loads them)."""
+    """This process's generator states, as values that `torch.load(weights_only=True)` loads."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, internal, gauss_next = random.getstate()
     return {
@@ -79,7 +79,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put back what `rng_state` took."""
+    """Restore the state that `rng_state` returned."""
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
     name, keys, position, has_gauss, gauss = state["numpy"]
@@ -92,7 +92,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 def mixed_precision(
     precision: str, device: torch.device
 ) -> tuple[torch.dtype, torch.autocast, torch.amp.GradScaler]:
-    """What `--precision` stands for: the parameters' dtype, an autocast context, a loss scaler.
+    """The parameters' dtype, the autocast context and the loss scaler for a `--precision`.
 
     Source: PyTorch, "Automatic Mixed Precision".
     """

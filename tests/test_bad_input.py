@@ -100,7 +100,7 @@ def test_what_a_run_went_on_with_and_what_it_was_before_are_both_kept(
     ]
     assert manifest["torch"] == torch.__version__
     said = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
-    assert re.findall(r"goes on .*:", said) == ["goes on from step 2 with other torch:"]
+    assert re.findall(r"resuming from .*:", said) == ["resuming from step 2 with another torch:"]
 
 
 def test_device_cuda_without_one(pool: Pool) -> None:

@@ -4,7 +4,9 @@ import copy
 import json
 import os
 import socket
+from dataclasses import fields
 from functools import partial
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,9 @@ from common.data.stream import GlobalBatches, fixed_batches
 from common.errors import InputError, PeerError, StopRequested, TrainingError
 from common.files import weights_sha256
 from common.group.collectives import agreed
-from common.group.meet import _refuse_unlike_devices
+from common.group.rendezvous import _refuse_unlike_devices
 from common.launch.ranks import Ranks
-from common.run.options import RunOptions
+from common.run.options import RunOptions, decisive, flatten
 from common.run.snapshot_files import read
 from common.run.stop import StopAgreement
 from common.seeds import rng_state, seed_everything, set_rng_state
@@ -163,6 +165,37 @@ def test_any_number_of_batches_adds_up_to_the_same_loss(pool: Pool) -> None:
         loss for world in (1, 2, 3) for loss in pool.run(in_group, world, losses_of_few_batches)
     ]
     assert all(losses == found[0] for losses in found)
+
+
+FREE = {
+    *("output_dir", "resume", "snapshot_every", "keep_snapshots", "log_every", "epoch_weights"),
+    *("device", "backend", "timeout_s", "max_steps", "global_batch_size", "batch_size_per_rank"),
+    *("data_path", "download", "verify_images", "num_workers", "pin_memory"),
+    *("lesson", "timeline", "memory_budget"),
+}
+"""Options that may change on resume. The identity holds the data's fingerprint and the whole batch
+size instead."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ddp_launch",
+        "ddp_spawn",
+        "dp_resnet50",
+        "dp_scratch",
+        "model_parallel_toy",
+        "checkpoint_rnn",
+    ],
+)
+def test_every_option_that_is_not_free_makes_another_run(name: str) -> None:
+    config = import_module(f"recipes.{name}.train").Config()
+    for group in fields(config):
+        for option in fields(getattr(config, group.name)):
+            changed = copy.deepcopy(config)
+            object.__setattr__(getattr(changed, group.name), option.name, "changed")
+            one, two = (decisive({"recipe": name, **flatten(c)}, c) for c in (config, changed))
+            assert (one == two) == (option.name in FREE), option.name
 
 
 def run_training(ranks: Ranks, folder: Path, options: dict[str, dict[str, Any]]) -> bool:

@@ -1,6 +1,9 @@
 """Every row of the rank resolver's table, from environments as the launchers set them."""
 
+from collections.abc import Callable
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -268,23 +271,33 @@ def test_contradictions_are_clear_errors(env: dict[str, str], says: str) -> None
         resolve(env)
 
 
-def test_a_device_is_chosen_by_local_rank_on_every_node() -> None:
+@pytest.fixture
+def see_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Let torch see so many GPUs."""
+    return lambda count: monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def test_a_device_is_chosen_by_local_rank_on_every_node(see_gpus: Callable[[int], None]) -> None:
+    see_gpus(4)
     for rank in range(8):
         env = {**TORCHRUN, "RANK": str(rank), "LOCAL_RANK": str(rank % 4)}
-        assert choose_device("auto", resolve(env), visible_gpus=4).index == rank % 4
+        assert choose_device("auto", resolve(env)).index == rank % 4
 
 
-def test_a_task_that_sees_one_gpu_takes_device_0() -> None:
-    assert choose_device("cuda", resolve(SLURM), visible_gpus=1).index == 0
+def test_a_task_that_sees_one_gpu_takes_device_0(see_gpus: Callable[[int], None]) -> None:
+    see_gpus(1)
+    assert choose_device("cuda", resolve(SLURM)).index == 0
 
 
-def test_devices_that_are_not_there() -> None:
+def test_devices_that_are_not_there(see_gpus: Callable[[int], None]) -> None:
+    see_gpus(0)
     with pytest.raises(InputError, match="sees no GPU"):
-        choose_device("cuda", Ranks(), visible_gpus=0)
-    assert choose_device("auto", Ranks(), visible_gpus=0).type == "cpu"
+        choose_device("cuda", Ranks())
+    assert choose_device("auto", Ranks()).type == "cpu"
+    see_gpus(2)
     with pytest.raises(InputError, match="4 processes on this host but 2 GPUs"):
-        choose_device("cuda", Ranks(3, 3, 4, 4), visible_gpus=2)
-    cpu = choose_device("cpu", Ranks(), visible_gpus=4)
+        choose_device("cuda", Ranks(3, 3, 4, 4))
+    cpu = choose_device("cpu", Ranks())
     with pytest.raises(InputError, match="nccl needs GPUs"):
         choose_backend("nccl", cpu)
 

@@ -27,7 +27,6 @@ from common.run.options import RunOptions
 from common.training.models import ModelOptions, build_model, load_matching
 from recipes.checkpoint_rnn import adding as rnn
 from recipes.checkpoint_rnn.plan import search
-from recipes.dp_resnet50 import train as dp_resnet50
 from recipes.dp_scratch import train as dp_scratch
 from recipes.model_parallel_toy import train as parallel
 from recipes.model_parallel_toy.pipeline import Pipeline
@@ -270,15 +269,13 @@ def test_an_unpacked_dataparallel_checkpoint_predicts_the_same_on_a_cpu(tmp_path
         assert torch.equal(plain(images), wrapped(images))
 
 
-def test_devices_are_taken_as_they_are_named() -> None:
-    def config(device: str, ids: tuple[int, ...] | None) -> dp_resnet50.Config:
-        return dp_resnet50.Config(
-            run=RunOptions(device=device),  # type: ignore[arg-type]
-            parallel=dp_resnet50.ParallelOptions(device_ids=ids),
-        )
+def test_devices_are_taken_as_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(gpus: int, given: Any, device: str, **more: int) -> list[str]:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        return [str(found) for found in choose_devices(given, device, **more)]
 
     def chosen(device: str, ids: tuple[int, ...] | None, gpus: int) -> list[str]:
-        return [str(d) for d in dp_resnet50.choose_devices(config(device, ids), gpus)]
+        return choose(gpus, ids, device)
 
     assert chosen("auto", None, 3) == ["cuda:0", "cuda:1", "cuda:2"]
     assert chosen("auto", (2, 0), 3) == ["cuda:2", "cuda:0"]
@@ -288,7 +285,7 @@ def test_devices_are_taken_as_they_are_named() -> None:
             chosen(device, ids, gpus)
 
     def named(*names: str, gpus: int = 2, device: str = "auto") -> list[str]:
-        return [str(d) for d in choose_devices(names or None, device, visible_gpus=gpus)]
+        return choose(gpus, names or None, device, on_cpu=2)
 
     assert named() == ["cuda:0", "cuda:1"]
     assert named(gpus=0) == ["cpu", "cpu"]
@@ -299,6 +296,13 @@ def test_devices_are_taken_as_they_are_named() -> None:
             named(*names)
     with pytest.raises(InputError, match="all cpu or all cuda"):
         named("cpu", "cuda:0")
+
+    def spread(stages: int, gpus: int) -> list[str]:
+        return choose(gpus, None, "auto", stages=stages)
+
+    assert spread(4, gpus=2) == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+    assert spread(2, gpus=3) == ["cuda:0", "cuda:1"]
+    assert spread(3, gpus=0) == ["cpu"] * 3
 
 
 # All: interrupted and resumed, bad input, and the real command lines
@@ -378,7 +382,7 @@ def test_an_interrupted_pipeline_resumes_every_stage(pool: Pool, tmp_path: Path)
         ("dp_scratch", "--devices cpu cpu --global-batch-size 1", "less than 2 devices"),
         ("dp_scratch", "--devices cuda:9", "cuda:9 is not there"),
         ("dp_scratch", "--image-size 8", "grey images of 28 px"),
-        ("dp_resnet50", "--device-ids 0", "this run is on the CPU"),
+        ("dp_resnet50", "--device-ids 0", "--device-ids cuda:0 is not there: .* sees no GPU"),
         ("dp_resnet50", "--nproc 2", "is one process"),
         ("checkpoint_rnn", "--segments 401", "more than the 400 time steps"),
         ("checkpoint_rnn", "--segments 0", "--segments must be at least 1"),

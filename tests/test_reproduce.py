@@ -106,7 +106,7 @@ def run_of(
         **more.get("manifest", {}),
     }
     options = {"lr": 0.1, "output_dir": folder, "num_workers": 0, **more.get("options", {})}
-    summary = {"recipe": "x", "weights_sha256": sha}
+    summary = {"recipe": more.get("recipe", "ddp_launch"), "weights_sha256": sha}
     return reproduce.Recorded(Path(folder), manifest, options, summary, losses)
 
 
@@ -139,7 +139,7 @@ def test_verdicts() -> None:
     ],
 )
 def test_the_command_again(typed: str) -> None:
-    run = run_of("one", {}, manifest={"command": typed, "world_size": 4})
+    run = run_of("one", {}, recipe="x", manifest={"command": typed, "world_size": 4})
     common = [
         "--lr",
         "0.1",

@@ -144,7 +144,7 @@ def listening(host: list[str]) -> set[str]:
 
 
 def test_nothing_listens_on_every_interface(recipe: Recipe, hosts: list[list[str]]) -> None:
-    """Neither the store, which asks nobody who he is, nor the ranks' own sockets."""
+    """Neither the store, which has no authentication, nor the ranks' own sockets."""
     for node, host in enumerate(hosts):
         command = recipe.command(
             "ddp_launch",

@@ -1,17 +1,17 @@
-"""Run a recorded run again, and say whether it came out the same.
+"""Run a recorded run again, and say whether the result is the same.
 
-    make reproduce RUN=runs/ddp_launch/RUN           its command again, into a new folder
+    make reproduce RUN=runs/ddp_launch/RUN           run its command again, into a new folder
     python -m recipes reproduce RUN --nproc 1        on another number of processes
-    python -m recipes reproduce RUN --against RUN2   two finished runs; nothing is trained
+    python -m recipes reproduce RUN --against RUN2   compare two finished runs; no training
 
-Nothing is checked out or installed: what differs here from the machine, the code and the libraries
-of the recorded run is said first. Then one of three verdicts:
+It does not check out or install anything. First it says how this machine, the code and the
+libraries differ from the recorded ones, then it gives one of three verdicts:
 
     identical                     the same weights_sha256 and the same logged losses, to the bit
-    equal within a tolerance      the same options, and losses that differ by no more than it
+    equal within a tolerance      the same options, and losses that differ by no more than that
     different from step N on      with the likely cause; status 1
 
-A figure of both loss curves and reproduce.json lie in --output-dir.
+reproduce.json and a figure of both loss curves are in --output-dir.
 """
 
 import argparse
@@ -21,11 +21,12 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from common.cli import Parser, attempt
+from common.cli import LaunchOptions, Parser, attempt
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
 from common.figure import save_figure
 from common.files import write_json
@@ -33,27 +34,12 @@ from common.launch.fresh import fresh_environment
 from common.launch.process import end_with_parent
 from common.run.folder import read_metrics, result_folder
 from common.run.manifest import describe_machine
-from common.run.options import FREE
-
-# What is not the same run's affair, and what decides a number although a resume may change it.
-_OPTIONS_APART = FREE - {"global_batch_size"}
-_MANIFEST_APART = {"command", "seed"}  # the seed is an option
-_OURS = (
-    "--output-dir",
-    "--resume",
-    "--nproc",
-    "--nnodes",
-    "--node-rank",
-    "--master-addr",
-    "--master-port",
-    "--seed",
-    "--cpu-threads",
-)
+from common.run.options import decisive, differences
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A finished run's folder."""
+    """What the folder of a finished run holds."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -67,7 +53,7 @@ def read(folder: Path) -> Recorded:
     """Read a run's folder.
 
     Raises:
-        InputError: it is none, or the run has not finished.
+        InputError: it is not a run's folder, or the run has not finished.
     """
     try:
         manifest, config, summary = (
@@ -80,100 +66,86 @@ def read(folder: Path) -> Recorded:
         unfinished = ": the run has not finished" if missing == "summary.json" else ""
         raise InputError(f"{folder} holds no {missing}{unfinished}") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{folder} is no run's folder that can be read: {error}") from None
+        raise InputError(f"{folder} cannot be read as a run's folder: {error}") from None
     losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
     return Recorded(folder, manifest, config, summary, losses)
 
 
 def command_again(run: Recorded, launched: str, nproc: int | None, folder: Path) -> list[str]:
-    """The arguments of `python -m recipes` that do what the run's manifest says.
+    """The arguments of `python -m recipes` that repeat the run.
 
-    Its command, with the ranks all on this host; seed and CPU threads as the manifest has them.
+    They are those of its command, but with all ranks on this host, and with the seed and the CPU
+    threads of the manifest.
 
     Raises:
-        InputError: a command that does not name its recipe (submitit's).
+        InputError: the command does not name its recipe (submitit's does not).
     """
     name, manifest = run.summary["recipe"], run.manifest
     words = shlex.split(manifest["command"])
-    begins = [
-        place + 1
-        for place, word in enumerate(words)
-        if word == name or re.search(rf"(^|/)recipes[./]{name}[./]train(\.py)?$", word)
-    ]
-    if not begins:
+    is_recipe = re.compile(rf"{name}|(.*/)?recipes[./]{name}[./]train(\.py)?").fullmatch
+    begin = next((place for place, word in enumerate(words, 1) if is_recipe(word)), None)
+    if begin is None:
         raise InputError(
-            f"{run.folder} cannot be run again by {manifest['command']}: start it as "
-            "it was started, and give --against"
+            f"{run.folder} cannot be run again by {manifest['command']}: start the run again in "
+            "the way you started it, then give --against"
         )
-    rest, words = [], words[begins[0] :]
-    while words:
-        option, _, value = words.pop(0).partition("=")
-        if option.replace("_", "-") not in _OURS:
-            rest.append(f"{option}={value}" if value else option)
-        elif not value and words:
-            words.pop(0)
-    threads = manifest["determinism"]["cpu_threads"]
-    ranks = (
-        ["--nproc", str(nproc or manifest["world_size"])] if launched in ("ranks", "spawn") else []
-    )
-    return [
-        name,
-        *ranks,
-        *rest,
-        "--seed",
-        str(manifest["seed"]),
-        "--cpu-threads",
-        str(threads),
-        "--output-dir",
-        str(folder),
-        "--resume",
-        "never",
-    ]
+    replaced = {
+        "seed": str(manifest["seed"]),
+        "cpu_threads": str(manifest["determinism"]["cpu_threads"]),
+        "output_dir": str(folder),
+        "resume": "never",
+    }
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in [*(option.name for option in fields(LaunchOptions)), *replaced]:
+        parser.add_argument(*{f"--{option}", f"--{option.replace('_', '-')}"})
+    _, kept = parser.parse_known_args(words[begin:])
+    ranks = ["--nproc", str(nproc or manifest["world_size"])]
+    arguments = [name, *(ranks if launched in ("ranks", "spawn") else []), *kept]
+    for option, value in replaced.items():
+        arguments += [f"--{option.replace('_', '-')}", value]
+    return arguments
 
 
-def differences(one: dict[str, Any], two: dict[str, Any], apart: set[str]) -> dict[str, list[Any]]:
-    """Name to the two values, for what differs; a dict inside counts entry by entry."""
-    flat = [
-        {
-            f"{name}.{key}" if key else name: entry
-            for name, value in content.items()
-            if name not in apart
-            for key, entry in (value.items() if isinstance(value, dict) else [("", value)])
-        }
-        for content in (one, two)
-    ]
-    return {
-        name: [flat[0].get(name), flat[1].get(name)]
-        for name in dict.fromkeys([*flat[0], *flat[1]])
-        if flat[0].get(name) != flat[1].get(name)
+def deciding(run: Recorded) -> dict[str, Any]:
+    """The options that decide the run's numbers, by name."""
+    config = import_module(f"recipes.{run.summary['recipe']}.train").Config
+    return decisive(run.options, config) | {
+        "global_batch_size": run.options.get("global_batch_size")
     }
 
 
+def environment(run: Recorded) -> dict[str, Any]:
+    """The run's manifest without what options set, each dict in it entry by entry."""
+    flat: dict[str, Any] = {}
+    for name, value in run.manifest.items():
+        inner = value if isinstance(value, dict) else {"": value}
+        flat |= {f"{name}.{key}" if key else name: entry for key, entry in inner.items()}
+    apart = ("command", "seed", "determinism.cpu_threads")
+    return {name: value for name, value in flat.items() if name not in apart}
+
+
 def compare(one: Recorded, two: Recorded, tolerance: float) -> dict[str, Any]:
-    """The verdict on two finished runs, and what it rests on.
+    """The verdict on two finished runs, with all that differs between them.
 
     Args:
         one: the recorded run.
-        two: the other.
+        two: the run to compare with it.
         tolerance: largest relative difference of a logged loss that still counts as equal.
 
     Raises:
-        InputError: runs of two recipes, or with no logged step in common.
+        InputError: the runs are of two recipes, or have no logged step in common.
     """
     if one.summary["recipe"] != two.summary["recipe"]:
         raise InputError(f"a run of {one.summary['recipe']} and one of {two.summary['recipe']}")
     steps = sorted(one.losses.keys() & two.losses.keys())
     if not steps:
         raise InputError(f"{one.folder} and {two.folder} have logged no step in common")
-    options = differences(one.options, two.options, _OPTIONS_APART)
-    others = differences(one.manifest, two.manifest, _MANIFEST_APART)
-    others.pop("determinism.cpu_threads", None)  # an option
-    differ = [step for step in steps if one.losses[step] != two.losses[step]]
+    options = differences(deciding(one), deciding(two))
     apart = {step: _relative(one.losses[step], two.losses[step]) for step in steps}
     worst = max(steps, key=lambda step: apart[step])
-    same_weights = one.summary["weights_sha256"] == two.summary["weights_sha256"]
-    first = differ[0] if differ else None
-    if same_weights and not differ:
+    first = next((step for step in steps if apart[step]), None)
+    hashes = [run.summary["weights_sha256"] for run in (one, two)]
+    if hashes[0] == hashes[1] and first is None:
         verdict = "identical"
     elif not options and apart[worst] <= tolerance:
         verdict = (
@@ -181,19 +153,19 @@ def compare(one: Recorded, two: Recorded, tolerance: float) -> dict[str, Any]:
             f"value at most (step {worst}), the weights in their last bits"
         )
     elif first is None:
-        verdict = f"different after step {steps[-1]}, the last that was logged"
+        verdict = f"different after step {steps[-1]}, the last logged step"
     else:
         verdict = f"different from step {first} on (by {apart[worst]:.1e} at most, step {worst})"
     return {
         "verdict": verdict,
         "runs": [str(one.folder), str(two.folder)],
-        "weights_sha256": [one.summary["weights_sha256"], two.summary["weights_sha256"]],
+        "weights_sha256": hashes,
         "steps_compared": len(steps),
         "first_different_step": first,
         "largest_relative_difference": apart[worst],
         "tolerance": tolerance,
         "options": options,
-        "environment": others,
+        "environment": differences(environment(one), environment(two)),
     }
 
 
@@ -202,21 +174,21 @@ def _relative(a: float, b: float) -> float:
 
 
 def causes(result: dict[str, Any]) -> str:
-    """What in the records differs, the likeliest to matter first."""
+    """What differs between the records, the likeliest cause first."""
     both = {**result["options"], **result["environment"]}
     first = ["data_fingerprint", *result["options"], "world_size", "torch", "gpus", "cpu", "cuda"]
     order = [name for name in dict.fromkeys([*first, *both]) if name in both]
     if not order:
         return (
-            "nothing that is recorded differs: an operation that is not deterministic "
-            "(--no-deterministic?), or a cause outside the manifest"
+            "nothing that is recorded differs: the cause is an operation that is not "
+            "deterministic (--no-deterministic?), or something outside the manifest"
         )
     shown = [f"{name} ({_word(both[name][0])}, now {_word(both[name][1])})" for name in order[:4]]
     why = f"likely cause: {', then '.join(shown)}"
     if order[0] == "world_size":
         why += (
-            "; with the number of processes, sums, BatchNorm and dropout change, except with "
-            "--virtual-ranks"
+            "; with the number of processes, sums, BatchNorm and dropout change, unless "
+            "--virtual-ranks is used"
         )
     return why
 
@@ -227,7 +199,7 @@ def _word(value: Any) -> str:
 
 
 def draw(one: Recorded, two: Recorded, path: Path) -> None:
-    """Both loss curves, and how far they are apart."""
+    """Draw both loss curves and their relative difference."""
     steps = sorted(one.losses.keys() & two.losses.keys())
 
     def plot(curves: Any, apart: Any) -> None:
@@ -244,7 +216,7 @@ def draw(one: Recorded, two: Recorded, path: Path) -> None:
 
 
 def reproduce(given: argparse.Namespace) -> int:
-    """Run again unless there is another run to compare with; print the verdict."""
+    """Run again, or take the run given by --against; print the verdict."""
     from recipes.__main__ import recipes
 
     one = read(given.run)
@@ -257,8 +229,8 @@ def reproduce(given: argparse.Namespace) -> int:
         now = describe_machine()
         recorded = {name: one.manifest.get(name) for name in now}
         recorded["gpu"] = next(iter(one.manifest["gpus"]), None)
-        for name, (then, here) in differences(recorded, now, set()).items():
-            print(f"  {name}: {_word(then)} when it was recorded, {_word(here)} now")
+        for name, (then, here) in differences(recorded, now).items():
+            print(f"  {name}: {_word(then)} in the record, {_word(here)} now")
         launched = recipes()[one.summary["recipe"]][1]
         arguments = command_again(one, launched, given.nproc, folder / "run")
         print(f"$ {shlex.join(['python', '-m', 'recipes', *arguments])}", flush=True)
@@ -268,7 +240,7 @@ def reproduce(given: argparse.Namespace) -> int:
             preexec_fn=end_with_parent,
         )
         if done.returncode:
-            return done.returncode  # it has said why
+            return done.returncode  # the run itself has said why
         two = read(folder / "run")
     result = compare(one, two, given.tolerance)
     result["cause"] = "" if result["verdict"] == "identical" else causes(result)
@@ -291,13 +263,13 @@ def main(arguments: Sequence[str]) -> int:
         metavar="RUN2",
         help="a finished run to compare with, instead of training",
     )
-    parser.add_argument("--nproc", type=int, help="processes; default: as many as were recorded")
+    parser.add_argument("--nproc", type=int, help="processes; default: as many as recorded")
     parser.add_argument(
         "--tolerance",
         type=float,
         default=1e-3,
-        help="largest relative difference of a logged loss that counts as equal, "
-        "where the options are the same; default %(default)s",
+        help="largest relative difference of a logged loss that counts as equal if the options "
+        "are the same; default %(default)s",
     )
     parser.add_argument("--output-dir", type=Path, help="default: runs/reproduce/UTC-TIME")
     return attempt(lambda: reproduce(parser.parse_args(list(arguments))))

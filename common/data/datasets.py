@@ -19,6 +19,7 @@ from common.data.stream import Key, Samples
 from common.errors import InputError
 from common.group.collectives import agreed
 from common.launch.ranks import Ranks
+from common.options import free
 from common.seeds import mix
 
 log = logging.getLogger("recipes")
@@ -38,22 +39,22 @@ class DataOptions:
 
     data: Literal["digits", "imagefolder", "fashion_mnist", "cifar10", "fake"] = "digits"
     """Data set. digits (1,797 images of 8x8 px, from scikit-learn) needs no download."""
-    data_path: Path | None = None
+    data_path: Path | None = free(None)
     """Folder of the data. imagefolder: one sub-folder per class, or train/ and val/ with
     one sub-folder per class in each."""
-    download: bool = False
+    download: bool = free(False)
     """Let rank 0 download fashion_mnist or cifar10 into --data-path."""
-    verify_images: bool = True
+    verify_images: bool = free(True)
     """imagefolder: decode every image before training, to find a bad one early. The result is kept
     in ~/.cache/torch-recipes until a file changes."""
     image_size: int | None = None
     """Side of the square that the model sees [px]. None: digits 8, fashion_mnist 28, cifar10 and
     fake 32, imagefolder 224."""
-    num_workers: int | Literal["auto"] | None = None
+    num_workers: int | Literal["auto"] | None = free(None)
     """Loading processes per rank [processes]; 0: the training process loads. None: one per free CPU
     core, at most 8, for imagefolder; 0 for the other data sets. auto: measured at the start, and
     remembered in the run's folder."""
-    pin_memory: bool = True
+    pin_memory: bool = free(True)
     """Page-locked host memory for copies to a GPU. Turn it off if host memory is short."""
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The process group: devices and cores, the meeting of the ranks, and what they tell each other.
+"""The process group: devices and cores, rendezvous of the ranks, and what they tell each other.
 
-Nothing here knows what is trained. Gradients are averaged elsewhere (`training`).
+Nothing here knows what is trained. Gradients are averaged in `training`.
 """

@@ -35,32 +35,35 @@ def broadcast(value: T) -> T:
 
 
 def gather_numbers(values: Tensor) -> Tensor:
-    """Every rank's numbers, as many on each, on every rank; cheaper than `gather`.
+    """Every rank's numbers, on every rank; cheaper than `gather`.
+
+    Args:
+        values: as many numbers on each rank.
 
     Returns:
-        (world_size, numbers) in float64 on the CPU.
+        (world_size, numbers), float64, on the CPU.
     """
     numbers = torch.zeros(dist.get_world_size(), values.numel(), dtype=torch.float64)
     numbers[dist.get_rank()] = values.reshape(-1)
-    dist.all_reduce(numbers)  # one rank's number and zeros in each place: exact
+    dist.all_reduce(numbers)  # exact: adds zeros to each number
     return numbers
 
 
 @contextmanager
 def agreed() -> Iterator[None]:
-    """What fails on one rank inside the block fails on every rank, with that rank's message.
+    """Raise what one rank raises inside the block on every rank, with that rank's message.
 
-    For the set-up phases: without it, one rank's missing file leaves the others waiting in the
-    next collective. The block itself must not call one.
+    Without it, one rank's missing file leaves the other ranks waiting in the next collective. The
+    block itself must not call a collective.
 
     Raises:
-        InputError: on every rank, where some rank raised one.
-        PeerError: on the ranks that had no trouble, where some rank raised anything else.
+        InputError: on every rank, if a rank raised one.
+        PeerError: on the ranks that raised nothing, if a rank raised anything else.
     """
     error: Exception | None = None
     try:
         yield
-    except Exception as caught:  # every failure must reach the peers before it is raised here
+    except Exception as caught:  # the peers must know before it is raised here
         error = caught
     found = gather(None if error is None else (isinstance(error, InputError), str(error)))
     failed = [(rank, *entry) for rank, entry in enumerate(found) if entry is not None]

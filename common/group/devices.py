@@ -1,4 +1,4 @@
-"""Which device a process uses, and by which backend the devices talk."""
+"""Which devices a process uses, and the backend that connects them."""
 
 import os
 from collections.abc import Sequence
@@ -10,31 +10,30 @@ from common.launch.ranks import Ranks
 from common.launch.stack import check_driver
 
 
-def choose_device(device: str, ranks: Ranks, visible_gpus: int | None = None) -> torch.device:
+def choose_device(device: str, ranks: Ranks) -> torch.device:
     """The device of this process, by local rank.
 
-    A process that sees one GPU only takes it whatever its local rank: Slurm's cgroups hide the
-    others (`--gpus-per-task`). Whether two ranks then share one is checked by `process_group`.
+    A process that sees only one GPU takes it, whatever its local rank: Slurm's cgroups hide the
+    others (`--gpus-per-task`). `process_group` checks that no two ranks share a GPU by NCCL.
 
     Args:
-        device: auto (a GPU where there is one), cpu or cuda.
-        ranks: this process's ranks.
-        visible_gpus: GPUs this process sees; counted where None.
+        device: auto (a GPU if there is one), cpu or cuda.
+        ranks: of this process.
 
     Raises:
-        InputError: cuda without a GPU, auto without one in a Slurm job that was given some, a
-            driver too old for this torch, or more processes on this host than GPUs.
+        InputError: no GPU, but --device cuda or a Slurm job that was given some; a driver too old
+            for this torch; or more processes on this host than GPUs.
     """
     if device == "cpu":
         return torch.device("cpu")
     check_driver()
-    gpus = torch.cuda.device_count() if visible_gpus is None else visible_gpus
+    gpus = torch.cuda.device_count()
     if gpus == 0:
         if device == "auto" and slurm_gave_gpus():
             raise InputError(
-                "Slurm gave this job GPUs, but torch sees none: check the driver "
-                "(srun nvidia-smi) and that the environment is of a CUDA stack that "
-                "it knows, or give --device cpu to train without"
+                "Slurm gave this job GPUs, but torch sees none: check the driver (srun nvidia-smi) "
+                "and that it supports the CUDA stack of the environment, or give --device cpu to "
+                "train without GPUs"
             )
         if device == "auto":
             return torch.device("cpu")
@@ -44,7 +43,7 @@ def choose_device(device: str, ranks: Ranks, visible_gpus: int | None = None) ->
         )
     if gpus == 1:
         return torch.device("cuda", 0)
-    if ranks.local_world_size > gpus:  # on every rank alike: none is left waiting for the others
+    if ranks.local_world_size > gpus:  # true on every rank of this host, so none waits for others
         raise InputError(
             f"{ranks.local_world_size} processes on this host but {gpus} GPUs: start --nproc "
             f"{gpus} or fewer, or give --device cpu (set LOCAL_WORLD_SIZE if they are on several "
@@ -59,47 +58,47 @@ def slurm_gave_gpus() -> bool:
 
 
 def choose_devices(
-    names: Sequence[str] | None, device: str, on_cpu: int = 2, visible_gpus: int | None = None
+    given: Sequence[str | int] | None, device: str, *, on_cpu: int = 1, stages: int | None = None
 ) -> list[torch.device]:
     """The devices that one process drives, in the order given.
 
     Args:
-        names: like `cuda:0 cuda:1`, or `cpu cpu` to learn without a GPU; a device may come twice.
-            None: all visible GPUs, or where there is none `on_cpu` times the CPU.
-        device: auto, cpu or cuda, for where `names` is None.
-        on_cpu: how often the CPU counts.
-        visible_gpus: GPUs this process sees; counted where None.
+        given: names such as `cuda:0 cuda:1` or `cpu cpu` (--devices), or numbers of GPUs
+            (--device-ids). None: all visible GPUs; without GPUs, the CPU.
+        device: auto, cpu or cuda.
+        on_cpu: how many times the CPU counts if it is not given.
+        stages: if nothing is given, one device per stage: the GPUs in order, or always the CPU.
 
     Raises:
-        InputError: a device that is not there, GPUs and CPU mixed, cuda without a GPU, or a driver
-            too old for this torch.
+        InputError: a device is not there; GPUs and CPU are mixed; a GPU's number is given twice; or
+            as from `choose_device`.
     """
-    if device != "cpu":
-        check_driver()
-    gpus = torch.cuda.device_count() if visible_gpus is None else visible_gpus
-    if names is None:
-        if choose_device(device, Ranks(), gpus).type == "cpu":
-            return [torch.device("cpu")] * on_cpu
-        return [torch.device("cuda", number) for number in range(gpus)]
-    devices = []
+    on_gpus = choose_device(device, Ranks()).type == "cuda"
+    gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count() if on_gpus else 0)]
+    if given is None:
+        found = gpus or ["cpu"] * on_cpu
+        if stages:
+            found = [found[stage * len(found) // stages] for stage in range(stages)]
+        return list(map(torch.device, found))
+    by_number = all(isinstance(entry, int) for entry in given)
+    option = "--device-ids" if by_number else "--devices"
+    names = [f"cuda:{entry}" if by_number else str(entry) for entry in given]
+    there = gpus if by_number or device == "cuda" else ["cpu", *gpus]
     for name in names:
-        number = name.removeprefix("cuda:")
-        if name == "cpu" and device != "cuda":
-            devices.append(torch.device("cpu"))
-        elif name != number and number.isdecimal() and int(number) < gpus and device != "cpu":
-            devices.append(torch.device("cuda", int(number)))
-        else:
-            there = " ".join(["cpu", *(f"cuda:{n}" for n in range(gpus))])
+        if name not in there:
             raise InputError(
-                f"--devices {name} is not there: this process sees {there} (--device {device})"
+                f"{option} {name} is not there: this process sees {' '.join(there) or 'no GPU'} "
+                f"(--device {device})"
             )
-    if len({d.type for d in devices}) != 1:
-        raise InputError(f"--devices {' '.join(names)}: name one or more, all cpu or all cuda:N")
-    return devices
+    if len({name.partition(":")[0] for name in names}) != 1:
+        raise InputError(f"{option} {' '.join(names)}: name one or more, all cpu or all cuda:N")
+    if by_number and len(set(names)) < len(names):
+        raise InputError(f"{option} {' '.join(names)}: give each GPU once")
+    return list(map(torch.device, names))
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
-    """What `init_process_group` gets: small things always travel between CPUs by gloo.
+    """The backend for `init_process_group`, which always has gloo for tensors on CPUs.
 
     Raises:
         InputError: nccl without a GPU.
@@ -112,7 +111,7 @@ def choose_backend(backend: str, device: torch.device) -> str:
 
 
 def synchronize(*devices: torch.device) -> None:
-    """Wait until the devices have done all they were given, before the clock is read."""
+    """Wait until the devices have finished their work, before the clock is read."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""What of this host this process may use: CPU cores, and the limits of its control groups."""
+"""What this process may use of its host: CPU cores, and the limits of its control groups."""
 
 import os
 from collections.abc import Iterator
@@ -7,19 +7,19 @@ from pathlib import Path
 
 
 def usable_cores() -> int:
-    """CPU cores of its affinity mask, or fewer where the container may use less time [cores]."""
+    """CPU cores in the affinity mask, or fewer if a control group limits CPU time [cores]."""
     return max(1, int(min([len(os.sched_getaffinity(0)), *cpu_quotas()])))
 
 
 def cpu_quotas() -> Iterator[float]:
-    """What this process's control groups allow [cores]."""
+    """CPU time that each control group of this process allows [cores]."""
     for limit in control_group_limits("cpu.max"):
         quota, period = limit.split()
         yield int(quota) / int(period)
 
 
 def control_group_limits(name: str) -> Iterator[str]:
-    """What the file `name` says in this process's group and those above it (version 2)."""
+    """The limits in the file `name` of this process's control group and its parents (version 2)."""
     with suppress(OSError):
         own = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].strip("/")
         group = Path("/sys/fs/cgroup") / own

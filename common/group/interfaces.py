@@ -1,4 +1,4 @@
-"""Network interfaces: which one leads to the other ranks."""
+"""The network interface that leads to the other ranks."""
 
 import fcntl
 import os
@@ -9,14 +9,14 @@ from common.launch.ranks import Ranks
 
 
 def choose_interface(ranks: Ranks) -> None:
-    """Let gloo use the interface that leads to rank 0, not the one the host name resolves to.
+    """Let gloo use the interface that leads to rank 0, unless the user has chosen one.
 
-    Debian maps the host name to 127.0.1.1, and gloo would then listen where no other host can
-    reach it. NCCL looks at all interfaces by itself, so it is left alone. The user's choice wins.
+    By itself gloo listens on the address of the host name, which Debian maps to 127.0.1.1, where no
+    other host can reach it. NCCL needs no help: it looks at all interfaces.
     """
     if ranks.several_hosts and "GLOO_SOCKET_IFNAME" not in os.environ:
         name = interface_towards(ranks.master_addr)
-        if name == "lo":  # this is rank 0's host: take the interface that leads outside
+        if name == "lo":  # rank 0 is on this host: take the interface that leads outside
             others = interface_names()
             name = others[0] if len(others) == 1 else interface_towards("192.0.2.1")
         if name and name != "lo":
@@ -24,12 +24,12 @@ def choose_interface(ranks: Ranks) -> None:
 
 
 def interface_names() -> list[str]:
-    """All of this host but the loopback."""
+    """The interfaces of this host, without the loopback."""
     return [name for _, name in socket.if_nameindex() if name != "lo"]
 
 
 def interface_towards(address: str) -> str | None:
-    """Name of the local interface whose address is used to reach `address`; None if unknown."""
+    """Name of the interface that this host uses to reach `address`; None if unknown."""
     siocgifaddr = 0x8915
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -43,5 +43,5 @@ def interface_towards(address: str) -> str | None:
                 except OSError:
                     continue  # an interface with no IPv4 address
     except OSError:
-        pass  # an IPv6-only or unknown address: gloo's own choice stands
+        pass  # an IPv6-only or unknown address: leave the choice to gloo
     return None

@@ -12,52 +12,54 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.data.datasets import Data
 from common.errors import InputError
 from common.files import mebibytes, save_weights, weights_sha256, write_json
 from common.group.collectives import agreed, broadcast
 from common.launch.ranks import Ranks
-from common.run.options import MAY_DIFFER_BY_HOST, RunOptions, decisive, flatten
+from common.run.manifest import describe_run
+from common.run.options import (
+    MAY_DIFFER_BY_HOST,
+    RunOptions,
+    decisive,
+    flatten,
+    refuse_another_run,
+    refuse_unlike_rank_0,
+)
 from common.run.snapshot import TrainingState
-from common.run.snapshot_files import differences, list_snapshots, refuse_mismatch
+from common.run.snapshot_files import list_snapshots
 
 log = logging.getLogger("recipes")
 
+_IN_TENSORBOARD = {"val_accuracy": "accuracy", "lr": "learning_rate"}
+"""Names in metrics.jsonl that are different in TensorBoard."""
+
 
 class Run:
-    """One run's folder. Every rank has one of these; rank 0 alone writes."""
+    """The folder of one run. Every rank has a Run; apart from logs/, rank 0 alone writes."""
 
     def __init__(
         self, recipe: str, config: Any, options: RunOptions, ranks: Ranks, *devices: torch.device
     ) -> None:
-        """Make the folder if need be and write nothing over. Calls collectives.
+        """Make the folder and this rank's log; overwrite nothing. Calls collectives.
 
-        Args:
-            recipe: its name.
-            config: all options.
-            options: those of the run.
-            ranks: this process's.
-            devices: that this process uses; the loss is on the first.
+        This process uses all `devices`; the loss is on the first.
 
         Raises:
-            InputError: a folder that cannot be written, or other options than rank 0's.
+            InputError: the folder cannot be written, or the options are not rank 0's.
         """
-        self._flat = flatten(config)
-        given = {k: v for k, v in self._flat.items() if k not in MAY_DIFFER_BY_HOST}
-        rank_0 = broadcast(given)
-        with agreed():
-            if detail := differences(rank_0, given):
-                raise InputError(f"not started like rank 0: {detail}")
-        with agreed():
-            self.folder = options.output_dir or Path()
-            if options.output_dir is None and ranks.is_main:
-                self.folder = new_folder(Path("runs") / recipe)
-        self.folder = broadcast(self.folder)
-        self.devices, self.options = list(dict.fromkeys(devices)), options
-        self.snapshots = self.folder / "snapshots"
-        self.recipe, self.ranks = recipe, ranks
+        self.config, self.options, self.ranks = config, options, ranks
+        self.devices = list(dict.fromkeys(devices))
         self._started_s = time.monotonic()
-        self._metrics: Any = None
-        self._tensorboard: Any = None
+        self._values = {"recipe": recipe, **flatten(config)}
+        given = {k: v for k, v in self._values.items() if k not in MAY_DIFFER_BY_HOST}
+        refuse_unlike_rank_0(given, "not started like rank 0")
+        folder = options.output_dir
+        with agreed():
+            if ranks.is_main:
+                folder = folder or new_folder(Path("runs") / recipe)
+        self.folder: Path = broadcast(folder)  # type: ignore[assignment]
+        self.snapshots = self.folder / "snapshots"
         with agreed():
             try:
                 (self.folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -68,63 +70,46 @@ class Run:
                 ) from error
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(file)
+        self._metrics: Any = None
+        self._tensorboard: Any = None
+
+    def resolve(self, **options: Any) -> None:
+        """Record what an `auto` was resolved to, in config.json and in the run's identity."""
+        self._values |= options
 
     def identity(self, global_batch_size: int, fingerprint: str) -> dict[str, Any]:
-        """The options that must be the same for a snapshot to be of this run."""
+        """What must be the same in a snapshot for this run to resume from it."""
         return {
-            "recipe": self.recipe,
-            **decisive(self._flat),
+            **decisive(self._values, self.config),
             "total_batch_size": global_batch_size,
             "data_fingerprint": fingerprint,
         }
 
-    def resolve(self, **options: Any) -> None:
-        """Put what an `auto` came to in its place, in config.json and in the run's identity."""
-        self._flat |= options
-
     def finished(self, last_step: int) -> bool:
-        """Whether the folder holds the end of this very run, which then stays as it is."""
-        done = None
+        """Whether this run has already reached its last step; if so, show its summary."""
+        summary = None
         if self.ranks.is_main and (self.folder / "summary.json").is_file():
-            done = json.loads((self.folder / "summary.json").read_text())
-        done = broadcast(done)
-        if not done or done["steps"] < last_step:
+            summary = json.loads((self.folder / "summary.json").read_text())
+        summary = broadcast(summary)
+        if not summary or summary["steps"] < last_step:
             return False
-        log.info(f"already finished after step {done['steps']}: {self.folder} stays as it is")
-        self._show(done)
+        log.info(f"already finished after step {summary['steps']}: {self.folder} is unchanged")
+        self._show(summary)
         return True
 
-    def begin(
-        self,
-        manifest: dict[str, Any],
-        state: TrainingState,
-        class_names: list[str],
-        global_batch_size: int,
-    ) -> None:
-        """Write config and manifest and open the metrics, cut back to the resumed position.
+    def begin(self, state: TrainingState, data: Data, global_batch_size: int) -> None:
+        """Write config and manifest, and open the metrics, cut at the resumed step.
 
         Raises:
-            InputError: the folder holds another run without snapshots.
+            InputError: the folder holds another run, which has no snapshots.
         """
+        manifest = describe_run(self.devices, self.options.seed, data.fingerprint)
         with agreed():
             if self.ranks.is_main:
-                held = self.folder / "config.json"
-                ours = {
-                    "recipe": self.recipe,
-                    **self._flat,
-                    "output_dir": str(self.folder),
-                    "global_batch_size": global_batch_size,
-                    "device": self.devices[0].type,
-                    "backend": dist.get_backend(),
-                }
-                if held.is_file() and not list_snapshots(self.snapshots):
-                    theirs = json.loads(held.read_text())
-                    refuse_mismatch(decisive(theirs), decisive(ours), f"folder {self.folder}")
-                write_json(held, ours)
-                write_json(self.folder / "manifest.json", self._continued(manifest, state.step))
-                write_json(self.folder / "class_indices.json", dict(enumerate(class_names)))
+                self._write_record(manifest, state.step, global_batch_size)
+                write_json(self.folder / "class_indices.json", dict(enumerate(data.class_names)))
                 self._metrics = (self.folder / "metrics.jsonl").open("ab")
-                # A snapshot from another folder speaks of another file: nothing of it is here.
+                # A snapshot from another folder may count more bytes than this file has.
                 self._metrics.truncate(min(state.metrics_bytes, self._metrics.tell()))
                 self._metrics.seek(0, os.SEEK_END)
                 from torch.utils.tensorboard import SummaryWriter
@@ -133,62 +118,44 @@ class Run:
                     str(self.folder / "tensorboard"), purge_step=state.step + 1
                 )
 
-    def _continued(self, manifest: dict[str, Any], step: int) -> dict[str, Any]:
-        """The manifest with what was otherwise until `step`, newest last, under `before`."""
-        file = self.folder / "manifest.json"
-        then = json.loads(file.read_text()) if step and file.is_file() else {}
-        before = then.pop("before", [])
-        changed = {
-            name: value
-            for name, value in then.items()
-            if name not in ("command", "seed", "start") and manifest.get(name) != value
+    def _write_record(self, manifest: dict[str, Any], step: int, global_batch_size: int) -> None:
+        held, record = self.folder / "config.json", self.folder / "manifest.json"
+        if held.is_file() and not list_snapshots(self.snapshots):
+            theirs = decisive(json.loads(held.read_text()), self.config)
+            refuse_another_run(theirs, decisive(self._values, self.config), f"folder {self.folder}")
+        resolved = {
+            "output_dir": str(self.folder),
+            "global_batch_size": global_batch_size,
+            "device": self.devices[0].type,
+            "backend": dist.get_backend(),
         }
-        if changed:
-            before.append({"until_step": step, **changed})
-        # Another host is nothing unusual, and of another number of ranks the snapshot speaks.
-        if others := [name for name in changed if name not in ("hosts", "world_size")]:
-            log.warning(
-                f"goes on from step {step} with other {', '.join(others)}: manifest.json "
-                "keeps what it was before"
-            )
-        return {**manifest, "before": before} if before else manifest
+        write_json(held, {**self._values, **resolved})
+        then = json.loads(record.read_text()) if step and record.is_file() else {}
+        write_json(record, _continued(manifest, then, step))
 
     def metrics(self, step: int, epoch: int, **values: float) -> None:
-        """Add a line to metrics.jsonl and the scalars to TensorBoard; rank 0 only acts."""
+        """Add a line to metrics.jsonl and the scalars to TensorBoard, on rank 0."""
         if not self.ranks.is_main:
             return
         line = json.dumps({"step": step, "epoch": epoch, **values}, allow_nan=False)
         self._metrics.write(line.encode() + b"\n")
         self._metrics.flush()
-        names = {
-            "loss": "loss",
-            "val_accuracy": "accuracy",
-            "lr": "learning_rate",
-            "samples_per_s": "samples_per_s",
-            "val_loss": "val_loss",
-        }
-        for key, name in names.items():
-            if key in values:
-                self._tensorboard.add_scalar(name, values[key], step)
+        for name, value in values.items():
+            self._tensorboard.add_scalar(_IN_TENSORBOARD.get(name, name), value, step)
 
     @property
     def metrics_bytes(self) -> int:
         """Length of metrics.jsonl so far; 0 on other ranks."""
         return int(self._metrics.tell()) if self._metrics else 0
 
-    def save_epoch_weights(self, state_dict: dict[str, Tensor], epoch: int) -> None:
-        """Keep the weights as they are after `epoch`; rank 0 only acts."""
-        if self.ranks.is_main:
-            save_weights(state_dict, self.folder / "weights" / f"epoch_{epoch:04d}.pt")
-
     def finish(self, state_dict: dict[str, Tensor], **summary: Any) -> None:
-        """Write model.pt and summary.json and print the table; rank 0 only acts."""
+        """Write model.pt and summary.json and print the table, on rank 0."""
         if not self.ranks.is_main:
             return
         weights = {name: value.detach().cpu() for name, value in state_dict.items()}
         save_weights(weights, self.folder / "model.pt")
         content = {
-            "recipe": self.recipe,
+            "recipe": self._values["recipe"],
             "world_size": self.ranks.world_size,
             **summary,
             **({} if self.options.deterministic else {"deterministic": False}),
@@ -206,8 +173,27 @@ class Run:
         log.info("\n".join(["", *(f"  {k:<{width}}  {v}" for k, v in rows.items()), ""]))
 
 
+def _continued(now: dict[str, Any], then: dict[str, Any], step: int) -> dict[str, Any]:
+    """The manifest `now`; under `before`, what was different until `step`, newest last."""
+    before = then.pop("before", [])
+    changed = {
+        name: value
+        for name, value in then.items()
+        if name not in ("command", "seed", "start") and now.get(name) != value
+    }
+    if changed:
+        before.append({"until_step": step, **changed})
+    # A change of hosts is usual, and TrainingState.resume warns about the number of ranks.
+    if others := [name for name in changed if name not in ("hosts", "world_size")]:
+        log.warning(
+            f"resuming from step {step} with another {', '.join(others)}: manifest.json keeps the "
+            "values before it"
+        )
+    return {**now, "before": before} if before else now
+
+
 def new_folder(parent: Path) -> Path:
-    """A folder named by the time, made here: a second run of the same second gets another."""
+    """Make a folder named by the time; a second run in the same second gets another name."""
     stamp = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
     for suffix in ("", *(f"-{number}" for number in range(2, 100))):
         try:
@@ -217,19 +203,19 @@ def new_folder(parent: Path) -> Path:
         except OSError as error:
             raise InputError(f"{parent} cannot be written: {error}; give --output-dir") from error
         return parent / f"{stamp}{suffix}"
-    raise InputError(f"{parent} holds a hundred runs of {stamp}: give --output-dir")
+    raise InputError(f"{parent} holds 99 runs of {stamp}: give --output-dir")
 
 
 def result_folder(given: Path | None, recipe: str, kind: str) -> Path:
-    """The folder of a measurement, made if need be; it must hold none of its kind yet.
+    """The folder of a measurement, made if it does not exist.
 
     Args:
-        given: by the user, or None.
-        recipe: whose folder under runs/ is taken where none is given.
-        kind: the JSON file's name without its suffix.
+        given: by the user. None: a new folder in runs/, under `recipe`.
+        recipe: its name.
+        kind: of result: the JSON file's name without its suffix.
 
     Raises:
-        InputError: it holds one, or cannot be written.
+        InputError: the folder holds such a result, or cannot be written.
     """
     folder = given or new_folder(Path("runs") / recipe)
     if (folder / f"{kind}.json").exists():
@@ -245,7 +231,7 @@ def result_folder(given: Path | None, recipe: str, kind: str) -> Path:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """What a run's folder has logged, in that order: a dict a line of metrics.jsonl."""
+    """The lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -14,11 +14,11 @@ from common.launch.ranks import Ranks
 from common.run.options import RunOptions
 
 log = logging.getLogger("recipes")
-tqdm.set_lock(threading.RLock())  # its own one is a semaphore, which a killed rank would leave
+tqdm.set_lock(threading.RLock())  # tqdm's default lock is a semaphore, which a killed rank leaks
 
 
 def set_up_logs(ranks: Ranks) -> None:
-    """Rank 0 talks to the person; the others write to files only (see `Run`)."""
+    """Rank 0 talks to the person; the other ranks write to files only (see `Run`)."""
     log.handlers.clear()
     log.setLevel(logging.INFO)
     log.propagate = False
@@ -27,7 +27,7 @@ def set_up_logs(ranks: Ranks) -> None:
 
 
 def announce(recipe: str, options: RunOptions, ranks: Ranks, device: torch.device) -> None:
-    """Say first how many processes train, and on what. Nothing falls back or idles in silence."""
+    """Say how many processes train, on which device, and whether CPU cores stay idle."""
     backend = choose_backend(options.backend, device)
     log.info(
         f"{recipe}: world_size {ranks.world_size} (launcher: {ranks.launcher}), "
@@ -42,21 +42,20 @@ def announce(recipe: str, options: RunOptions, ranks: Ranks, device: torch.devic
 
 
 def device_in_words(asked: str, device: torch.device) -> str:
-    """The kind of device, and where `--device auto` found no GPU, that it did."""
+    """The kind of device, with a note if `--device auto` found no GPU."""
     return f"{device.type}{' (no GPU visible)' if (asked, device.type) == ('auto', 'cpu') else ''}"
 
 
 def progress_bar(
     total: int, initial: int, ranks: Ranks, unit: str = "step", desc: str | None = None
 ) -> "tqdm[Any]":
-    """A bar on rank 0's stderr; twice a minute where that is a file and no terminal."""
-    interval_s = 0.1 if sys.stderr.isatty() else 30.0
+    """A bar on rank 0's stderr; updated twice a minute if stderr is not a terminal."""
     return tqdm(
         total=total,
         initial=initial,
         unit=unit,
         desc=desc,
-        mininterval=interval_s,
+        mininterval=0.1 if sys.stderr.isatty() else 30.0,
         disable=not ranks.is_main,
     )
 
@@ -66,6 +65,6 @@ class _Terminal(logging.Handler):
         mark = "warning: " if record.levelno >= logging.WARNING else ""
         line = f"{mark}{record.getMessage()}"
         if sys.stderr.isatty():
-            tqdm.write(line, file=sys.stdout)  # leaves the progress bar whole
+            tqdm.write(line, file=sys.stdout)  # keeps the progress bar intact
         else:
             print(line, flush=True)

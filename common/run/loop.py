@@ -1,7 +1,7 @@
-"""The bookkeeping around a training loop: what to log, when to save, stop and go on.
+"""What happens between two training steps: log, save, stop, resume.
 
-The loop itself and its step stay in the recipe; this keeps the order of what happens between two
-steps, on which an exact resume depends, in one place.
+The loop and its step stay in the recipe. The order of events between two steps, on which an exact
+resume depends, is here in one place.
 """
 
 import gc
@@ -15,13 +15,13 @@ from torch import Tensor
 from common.data.datasets import Data
 from common.data.stream import GlobalBatches
 from common.errors import StopRequested
+from common.files import save_weights
 from common.group.collectives import gather_numbers
 from common.launch import hints
 from common.measure import Throughput, peak_memory_bytes
 from common.run import snapshot, snapshot_files
 from common.run.folder import Run
 from common.run.logs import log, progress_bar
-from common.run.manifest import describe_run
 from common.run.snapshot import Stateful, TrainingState
 from common.run.stop import StopAgreement
 from common.seeds import seed_everything
@@ -30,19 +30,19 @@ from common.training.optimizer import OptimizerOptions
 
 
 class Loop:
-    """Where a run stands between two steps. Every rank has one, and calls it alike.
+    """The state of a run between two steps. Every rank has a Loop and makes the same calls.
 
-    After a step: count it; log it (`--log-every`); stop, if any rank was asked to; write a snapshot
-    (`--snapshot-every`). After an epoch's last step: write a snapshot, evaluate, log, stop if asked
-    to, go on with the next epoch. Ranks agree about once a second whether to stop (`stop.py`).
+    After each step: count it; log it (`--log-every`); stop if any rank was asked to; write a
+    snapshot (`--snapshot-every`). After an epoch's last step: write a snapshot, evaluate, log, stop
+    if any rank was asked to, begin the next epoch.
 
     Args:
         run: its folder and options.
-        parts: what a snapshot holds, by name: "model" (unwrapped), "optimizer" and the like.
-        options: how many epochs and steps, and the learning rate.
+        parts: what a snapshot holds, see `TrainingState`.
+        options: epochs, steps, learning rate.
         batches: of the training data.
         data: its fingerprint and class names.
-        sharded: each rank's parts are its own (a pipeline's stages), not copies of rank 0's.
+        sharded: see `TrainingState`.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class Loop:
         self._identity = run.identity(batches.global_batch_size, data.fingerprint)
 
     def resume(self) -> bool:
-        """Go on from the newest snapshot where there is one, and open the run's files.
+        """Load the newest snapshot if there is one, and open the run's files.
 
         Returns:
-            False where the folder holds the end of this very run: there is nothing to do.
+            False if this run is already finished.
         """
         run, state, seed = self.run, self.state, self.run.options.seed
         found = snapshot_files.find(run.options.resume, run.snapshots, self._identity)
@@ -77,17 +77,16 @@ class Loop:
             if run.finished(self.last_step):
                 return False
         self._resumed_from = state.step if found else None
-        manifest = describe_run(run.devices, seed, self.data.fingerprint)
-        run.begin(manifest, state, self.data.class_names, self.batches.global_batch_size)
+        run.begin(state, self.data, self.batches.global_batch_size)
         return True
 
     def epochs(self) -> range:
-        """Listen for stop signals from now on; the epochs still to do, counted from 0."""
+        """Begin to listen for stop signals; return the epochs still to do, counted from 0."""
         gc.set_threshold(700, 10, 10)  # as it is in Python
         self._stop, self._speed = StopAgreement(), Throughput(self.run.devices)
         self._progress = progress_bar(self.last_step, self.state.step, self.run.ranks)
         first, end = self.state.epoch, -(-self.last_step // self.batches.steps_per_epoch)
-        return range(first, max(end, first + 1))  # an evaluation may be all that is left
+        return range(first, max(end, first + 1))  # perhaps only the last evaluation is missing
 
     @property
     def steps_left(self) -> int:
@@ -96,19 +95,19 @@ class Loop:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the step at hand."""
+        """Learning rate of the next step."""
         steps_per_epoch, batch_size = self.batches.steps_per_epoch, self.batches.global_batch_size
         return self.options.learning_rate(self.state.step, steps_per_epoch, batch_size)
 
     def after_step(self, losses: Tensor) -> None:
-        """Count a step, log it, and save or stop after it where that is due.
+        """Count a step, log it, and stop or save after it if that is due.
 
         Args:
-            losses: of this rank's samples, in the batch's order, or their mean. One a sample gives
-                a mean over the global batch whose bits do not depend on how many ranks shared it.
+            losses: of this rank's samples in the batch's order, or their mean. With one loss per
+                sample, the bits of the logged mean do not depend on the number of ranks.
 
         Raises:
-            TrainingError: a loss that is not finite, on every rank.
+            TrainingError: a loss is not finite, on any rank; raised on every rank.
             StopRequested: a signal came; the state is saved.
         """
         run, state, lr = self.run, self.state, self.lr
@@ -137,19 +136,20 @@ class Loop:
             self._speed.resume()
 
     def save(self) -> None:
-        """Write a snapshot of this step, unless it has one, and stop the clock."""
+        """Write a snapshot of this step, unless there is one; pause the measurement of speed."""
         self._speed.pause()
         self.state.metrics_bytes = self.run.metrics_bytes
         self.state.save(self.run.snapshots, self._identity, self.run.options.keep_snapshots)
 
     def after_epoch(self, result: Evaluation, state_dict: dict[str, Tensor]) -> None:
-        """Log the epoch, and move to the next one, or stop before it.
+        """Log the epoch, then move to the next one, or stop before it.
 
         Args:
             result: on the validation data.
             state_dict: of the unwrapped model, for `--epoch-weights`.
 
         Raises:
+            TrainingError: the validation loss is not finite.
             StopRequested: a signal came; the state is saved.
         """
         run, state = self.run, self.state
@@ -167,8 +167,8 @@ class Loop:
             f"epoch {state.epoch + 1}/{self.options.epochs}: train_loss {self._train_loss:.4f}, "
             f"val_loss {result.loss:.4f}, val_accuracy {result.accuracy:.4f}"
         )
-        if run.options.epoch_weights:
-            run.save_epoch_weights(state_dict, state.epoch)
+        if run.options.epoch_weights and run.ranks.is_main:
+            save_weights(state_dict, run.folder / "weights" / f"epoch_{state.epoch:04d}.pt")
         self._speed.resume()
         if self.steps_left:
             if self._stop.after(state.step, at_once=True):
@@ -178,31 +178,28 @@ class Loop:
             self._progress.close()
 
     def finish(self, state_dict: dict[str, Tensor], **more: Any) -> None:
-        """Write the model and the summary, with what the recipe adds to it."""
+        """Write the model and the summary, to which `more` is added."""
         self.state.wait()
         result = self._result
-        self.run.finish(
-            state_dict,
-            **{
-                "epochs": self.state.epoch + 1,
-                "steps": self.state.step,
-                "train_loss": self._train_loss,
-                "val_accuracy": result.accuracy,
-                "val_correct": result.correct,
-                "val_total": result.total,
-                "samples_per_s": self._speed.samples_per_s,
-                "peak_memory_bytes": peak_memory_bytes(self.run.devices),
-                "resumed_from": self._resumed_from,
-                **more,
-            },
-        )
-        self._stop.release()  # not before: what is left is little, and then the run is done
+        summary = {
+            "epochs": self.state.epoch + 1,
+            "steps": self.state.step,
+            "train_loss": self._train_loss,
+            "val_accuracy": result.accuracy,
+            "val_correct": result.correct,
+            "val_total": result.total,
+            "samples_per_s": self._speed.samples_per_s,
+            "peak_memory_bytes": peak_memory_bytes(self.run.devices),
+            "resumed_from": self._resumed_from,
+        }
+        self.run.finish(state_dict, **(summary | more))
+        self._stop.release()  # only now: a signal shortly before the end lets the run finish
 
     def _leave(self) -> NoReturn:
         self.save()
         self.state.wait()
-        # Under slurm/job.sh the job goes on by itself, and says so.
-        by_hand = f": to go on, run the same command with --output-dir {self.run.folder}"
+        # Under slurm/job.sh the job is requeued, and says so.
+        by_hand = f": to resume, run the same command with --output-dir {self.run.folder}"
         log.info(
             f"stopped after step {self.state.step}"
             f"{'' if 'RECIPES_STOP_MARK' in os.environ else by_hand}"

@@ -34,12 +34,10 @@ _ENVIRONMENT = (
 )
 _START = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
-# What a word of a command may hide, as far as its form tells: the value of an option with such a
-# name, the user part of an address, and the tokens whose issuers gave them a prefix.
+# The value of an option with such a name; the user part of a URL; tokens with a known prefix.
 _SECRET = re.compile(
-    r"""(?ix) (?P<before> --[\w-]*(?:token|secret|passw|credential|api[-_]?key)[\w-]* [=\s]+ )
-        (?: '[^']*' | \S+ )
-    | (?P<scheme> \w:// ) [^/\s@']+ (?=@)
+    r"""(?ix) ( --[\w-]*(?:token|secret|passw|credential|key)[\w-]* [=\s]+ ) (?: '[^']*' | \S+ )
+    | ( \w:// ) [^/\s@']+ (?=@)
     | \b (?: gh[pousr]_ | github_pat_ | glpat- | hf_ | xox[abp]- | sk- | AKIA ) [\w-]{8,}"""
 )
 
@@ -77,11 +75,14 @@ def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) 
 
 
 def describe_machine() -> dict[str, Any]:
-    """This machine, the code and the libraries: what a measured figure must carry with it."""
-    commit, diff = _git("rev-parse", "HEAD"), _git("diff", "HEAD")  # bytes: a diff is no text
-    lock = Path(sys.prefix) / "lock.txt"  # put there by the Makefile, with what it installed
+    """This machine, the code and the libraries, to be recorded with every measurement."""
+    git = ("git", "-C", str(ROOT))
+    commit, diff = _output(*git, "rev-parse", "HEAD"), _output(*git, "diff", "HEAD")
+    lock = Path(sys.prefix) / "lock.txt"  # the Makefile puts the lock of the environment there
     cuda = torch.cuda.is_available()
-    built_from = os.environ.get("RECIPES_COMMIT", "")  # an image's: sha, or sha-dirty
+    smi = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    drivers = _output(*smi) if cuda else None
+    built_from = os.environ.get("RECIPES_COMMIT", "")  # in an image: sha, or sha-dirty
     sha = commit.decode().strip() if commit else built_from.removesuffix("-dirty") or None
     dirty = bool(diff) if commit else built_from.endswith("-dirty")
     return {
@@ -94,7 +95,7 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         **running_versions(),
         "torch": torch.__version__,
-        "driver": _driver() if cuda else None,
+        "driver": drivers.decode().partition("\n")[0] if drivers else None,
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "cpu": _cpu_model(),
         "cpu_cores": len(os.sched_getaffinity(0)),
@@ -102,34 +103,18 @@ def describe_machine() -> dict[str, Any]:
 
 
 def without_secrets(command: str) -> str:
-    """The command with `***` in the place of tokens and passwords."""
-    return _SECRET.sub(lambda found: f"{found['before'] or found['scheme'] or ''}***", command)
+    """The command with `***` in place of tokens and passwords."""
+    return _SECRET.sub(r"\1\2***", command)
 
 
-def _git(*arguments: str) -> bytes | None:
+def _output(*command: str) -> bytes | None:
+    """What a program prints, as bytes: a diff may be no text. None if it fails."""
     try:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
-
-
-def _driver() -> str | None:
-    try:
-        return subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        ).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
+        return subprocess.run(command, capture_output=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
         return None
 
 
 def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), "")

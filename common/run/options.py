@@ -1,76 +1,58 @@
-"""The options of a run, and which of them decide its numbers."""
+"""The options of a run, and which options decide its numbers."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-MAY_DIFFER_BY_HOST = {"output_dir", "data_path", "weights", "resume"}
+from common.errors import InputError
+from common.group.collectives import agreed, broadcast
+from common.options import free
 
-# Options that change where, how fast or how long a run goes, but no number in it. The data's
-# fingerprint stands for its path, and the resolved batch for the two ways to give it.
-FREE = {
-    "output_dir",
-    "resume",
-    "snapshot_every",
-    "keep_snapshots",
-    "log_every",
-    "epoch_weights",
-    "max_steps",
-    "num_workers",
-    "pin_memory",
-    "download",
-    "verify_images",
-    "data_path",
-    "device",
-    "backend",
-    "timeout_s",
-    "global_batch_size",
-    "batch_size_per_rank",
-    "lesson",
-    "timeline",
-    "memory_budget",
-}
+Options = dict[str, Any]
+"""Values by name, as in config.json."""
+
+MAY_DIFFER_BY_HOST = {"output_dir", "data_path", "weights", "resume"}
 
 
 @dataclass(frozen=True)
 class RunOptions:
     """Where the run goes, on what, and what it leaves."""
 
-    output_dir: Path | None = None
-    """Folder of the run. None: runs/NAME/UTC-TIME. The same folder again goes on with its run."""
-    resume: Literal["auto", "never"] | Path = "auto"
-    """Where to begin. auto: at the newest sound snapshot in --output-dir; never: at the start; or a
-    snapshot file."""
-    snapshot_every: int = 0
-    """Steps between two snapshots [steps], besides the one at each epoch's end; 0: only that."""
-    keep_snapshots: int = 3
+    output_dir: Path | None = free(None)
+    """Folder of the run. None: runs/NAME/UTC-TIME. The run continues if the folder holds it."""
+    resume: Literal["auto", "never"] | Path = free("auto")
+    """Where to begin. auto: at the newest intact snapshot in --output-dir; never: at the start; or
+    a snapshot file."""
+    snapshot_every: int = free(0)
+    """Steps between two snapshots [steps]; 0: none. One more is written after each epoch."""
+    keep_snapshots: int = free(3)
     """Snapshots to keep, the newest ones [files]."""
-    log_every: int = 10
+    log_every: int = free(10)
     """Steps between two lines of metrics [steps]; the loss is averaged over ranks."""
-    epoch_weights: bool = False
+    epoch_weights: bool = free(False)
     """Keep the weights after each epoch, in weights/."""
     seed: int = 0
     """Seed of the weights, the data order, the augmentation and the split."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to train on. auto: a GPU where there is one."""
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Backend of the process group. auto: nccl on GPUs, gloo on CPUs. With gloo several ranks can
+    device: Literal["auto", "cpu", "cuda"] = free("auto")
+    """Device to train on. auto: a GPU if there is one."""
+    backend: Literal["auto", "gloo", "nccl"] = free("auto")
+    """Backend of the process group. auto: nccl on GPUs, gloo on CPUs. With gloo, several ranks can
     share one GPU."""
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    """Arithmetic of the model; bf16 and fp16 are mixed precision, fp16 with a loss scaler."""
+    """Arithmetic of the model. bf16 and fp16 are mixed precision; fp16 uses a loss scaler."""
     deterministic: bool = True
     """Use deterministic kernels only: the same command gives the same bits."""
     tf32: bool = False
-    """Faster fp32 products on GPUs, whose factors are rounded to 10 bits of mantissa (TF32)."""
+    """Faster fp32 products on GPUs, with factors rounded to 10 bits of mantissa (TF32)."""
     cpu_threads: int = 1
-    """Threads of a CPU operation in each rank [threads]; another number gives other bits."""
-    timeout_s: float = 600.0
+    """Threads per rank for an operation on a CPU [threads]; another number gives other bits."""
+    timeout_s: float = free(600.0)
     """Time after which a rank gives up waiting for the other ranks [s]."""
 
     @property
     def determinism(self) -> dict[str, Any]:
-        """What `common.seeds.set_determinism` takes."""
+        """The arguments of `common.seeds.set_determinism`."""
         return {name: getattr(self, name) for name in ("deterministic", "cpu_threads", "tf32")}
 
     def __post_init__(self) -> None:
@@ -89,28 +71,58 @@ class RunOptions:
                 )
 
 
-def flatten(config: Any) -> dict[str, Any]:
+def flatten(config: Any) -> Options:
     """A config dataclass of option groups as one flat dict of JSON values."""
-    flat: dict[str, Any] = {}
-    for name, value in asdict(config).items():
-        flat.update(value if isinstance(value, dict) else {name: value})
+    flat = {name: value for group in asdict(config).values() for name, value in group.items()}
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in flat.items()}
     return {k: str(v) if isinstance(v, Path) else v for k, v in plain.items()}
 
 
-def decisive(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that decide the numbers."""
-    return {name: value for name, value in options.items() if name not in FREE}
+def decisive(options: Options, config: Any) -> Options:
+    """The recipe's name and those of its `options` that decide the numbers.
+
+    Args:
+        options: of the recipe.
+        config: the recipe's config, or its class, whose fields say which options are free.
+    """
+    groups = [fields(group.type) for group in fields(config)]  # type: ignore[arg-type]
+    names = [option.name for group in groups for option in group if "free" not in option.metadata]
+    return {name: options.get(name) for name in ("recipe", *names)}
+
+
+def differences(theirs: Options, ours: Options) -> dict[str, tuple[Any, Any]]:
+    """Each name whose values differ, with both values; None stands for a missing one."""
+    pairs = {name: (theirs.get(name), ours.get(name)) for name in {**theirs, **ours}}
+    return {name: (there, here) for name, (there, here) in pairs.items() if there != here}
+
+
+def refuse_another_run(theirs: Options, ours: Options, what: str) -> None:
+    """Raise InputError if `what`, which has the options `theirs`, is not of this run."""
+    if found := _in_words(theirs, ours):
+        raise InputError(f"{what} is of another run ({found}): choose another --output-dir")
+
+
+def refuse_unlike_rank_0(ours: Options, what: str) -> None:
+    """Raise InputError on every rank if any rank has other options than rank 0. A collective."""
+    rank_0 = broadcast(ours)
+    with agreed():
+        if found := _in_words(rank_0, ours):
+            raise InputError(f"{what}: {found}")
+
+
+def _in_words(theirs: Options, ours: Options) -> str:
+    found = differences(theirs, ours).items()
+    return "; ".join(f"{name} {there!r} there, {here!r} here" for name, (there, here) in found)
 
 
 def as_arguments(config: Any, leave_out: set[str]) -> list[str]:
-    """A config as the command line that gives it, for another recipe with the same groups."""
+    """The command-line arguments that give `config`, for another recipe with the same groups."""
     arguments = []
     for name, value in flatten(config).items():
         option = name.replace("_", "-")
         if name in leave_out or value is None:
             continue
-        if isinstance(value, list | tuple):
+        if isinstance(value, list):
             arguments += [f"--{option}", *map(str, value)]
         elif isinstance(value, bool):
             arguments.append(f"--{option}" if value else f"--no-{option}")

@@ -1,6 +1,6 @@
-"""The full training state: taken after a step, and taken over by a run that goes on.
+"""The full training state: copied after a step, and loaded by a run that resumes.
 
-Training waits for a copy in memory only. A thread of rank 0 writes it while training goes on.
+Training waits only for the copy in memory. A thread of rank 0 writes it while training continues.
 """
 
 import logging
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from common.errors import TrainingError
 from common.group.collectives import agreed, gather_numbers, gather_to_rank_0
@@ -26,15 +26,13 @@ log = logging.getLogger("recipes")
 
 
 class Stateful(Protocol):
-    """A model, an optimizer, a scaler: what gives its state as a dict of tensors and numbers."""
+    """A model, an optimizer or a scaler, whose state is a dict of tensors and numbers."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state."""
-        ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Take over a state."""
-        ...
+        """Replace the state."""
 
 
 @dataclass
@@ -45,40 +43,39 @@ class TrainingState:
     """
 
     parts: Mapping[str, Stateful]
-    """By name, "model" among them: unwrapped, so that no name begins with `module.`."""
+    """By name. "model" is the unwrapped model, so that no name begins with `module.`."""
     loss_sum: Tensor
-    """Over the steps of the epoch so far, on the device in float64: a sum for each of this rank's
-    places in the global batch, or one where the recipe has the mean only."""
+    """Sum over the epoch's steps so far, float64, on the device: one number for each of this rank's
+    samples in a batch, or one in all if the recipe has only the mean."""
     sharded: bool = False
-    """Each rank's parts are its own (a pipeline's stages), not copies of rank 0's."""
+    """Each rank has parts of its own (a pipeline's stages), not copies of rank 0's."""
     epoch: int = 0
     batch: int = 0
-    """Batches done of the epoch."""
+    """Batches of the epoch that are done."""
     step: int = 0
-    """Optimizer steps done since the beginning."""
+    """Optimizer steps done since the start."""
     metrics_bytes: int = 0
-    """Length of metrics.jsonl at this moment."""
+    """Length of metrics.jsonl at the last snapshot."""
     saved_step: int = -1
-    """Of the newest snapshot: the same step is not written twice."""
-    # Only this thread is niced, as Linux has it: training comes first where cores are few.
+    """Step of the newest snapshot, which is not written twice."""
+    # On Linux nice() holds for one thread: training comes first if cores are few.
     _writer: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, initializer=os.nice, initargs=(10,))
     )
     _writing: Future[None] | None = None
 
     def save(self, folder: Path, identity: Mapping[str, Any], keep: int) -> None:
-        """Copy the state, and have rank 0 write it; every rank calls it, after the same step.
+        """Copy the state and let rank 0 write it; every rank calls this after the same step.
 
-        It returns when the copy is made and the snapshot before this one is on the disk.
+        Returns when the copy is made and the previous snapshot is on the disk.
 
         Args:
             folder: of the run's snapshots.
-            identity: the options that must be the same when it is loaded.
-            keep: how many of the newest are left in the folder.
+            identity: what must be the same in a run that loads it.
+            keep: how many snapshots stay in the folder, the newest ones.
 
         Raises:
-            TrainingError: a loss that is not finite (the last good snapshot stays the newest), or
-                what `wait` raises of the snapshot before.
+            TrainingError: a loss is not finite, or the previous snapshot could not be written.
         """
         if self.saved_step == self.step:
             return
@@ -88,8 +85,10 @@ class TrainingState:
         parts: dict[str, Any] = {}
         if self.sharded or dist.get_rank() == 0:
             parts = {name: part.state_dict() for name, part in self.parts.items()}
-        # Copies: the next step changes the originals.
-        mine, parts = _copied_to_cpu((mine, parts))
+        # The next step changes the originals.
+        mine, parts = tree_map_only(
+            Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), (mine, parts)
+        )
         if self.sharded:
             mine["parts"], parts = parts, {}
         ranks = gather_to_rank_0(mine)
@@ -106,11 +105,10 @@ class TrainingState:
         self.saved_step = self.step
 
     def wait(self) -> None:
-        """Until what `save` began is on the disk; every rank calls it.
+        """Wait until the last snapshot is on the disk; every rank calls this.
 
         Raises:
-            TrainingError: weights that are not finite, or a file that cannot be written; what was
-                there before is untouched.
+            TrainingError: weights are not finite, or the file cannot be written.
         """
         with agreed():
             if self._writing:
@@ -123,13 +121,13 @@ class TrainingState:
         self.loss_sum.zero_()
 
     def resume(self, found: dict[str, Any], seed: int) -> None:
-        """Take over a snapshot's state; every rank calls it.
+        """Load a snapshot's state; every rank calls this.
 
-        On another number of ranks the model, optimizer and position go on exactly, and so does the
-        order of samples; each rank's random generators then start from (seed, rank, step).
+        On another number of ranks the model, the optimizer, the position and the order of samples
+        are still exact, but each rank's random generators start from (seed, rank, step).
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        # What decides the number of shards is an option, and so part of the identity.
+        # The options that decide the number of shards are part of the identity.
         assert not self.sharded or found["world_size"] == world_size
         parts = found["ranks"][rank]["parts"] if self.sharded else found
         for name, part in self.parts.items():
@@ -145,19 +143,19 @@ class TrainingState:
         seed_everything(seed, rank, self.step)
         if not found["identity"].get("virtual_ranks"):
             log.warning(
-                f"the snapshot is of {found['world_size']} ranks, this run has "
-                f"{world_size}: it goes on at the same sample, not with the same bits"
+                f"the snapshot is of {found['world_size']} ranks, this run has {world_size}: it "
+                "resumes at the same sample, but not with the same bits"
             )
 
 
 def _write(folder: Path, step: int, content: dict[str, Any], keep: int) -> None:
-    """In the thread: check the weights, write them, and remove what is not to be kept."""
+    """In the thread: check the weights, write the snapshot, and remove old ones."""
     shards = [entry["parts"] for entry in content["ranks"] if "parts" in entry] or [content]
     for name, value in (item for shard in shards for item in shard["model"].items()):
-        # A sum is soon made, and not finite where a term is not; that of huge terms may be, too.
+        # The sum is cheap. It is not finite if a term is not, but also if it overflows.
         if not value.sum().isfinite() and not value.isfinite().all():
             raise TrainingError(
-                f"{name} is not finite after step {step}, and is not saved: try a lower --lr or a "
+                f"{name} is not finite after step {step}, and is not saved: try a lower --lr or "
                 f"--warmup-epochs; last good snapshot: {newest_name(folder)}"
             )
     write(folder, step, content)
@@ -166,28 +164,13 @@ def _write(folder: Path, step: int, content: dict[str, Any], keep: int) -> None:
 
 
 def refuse_non_finite(losses: Tensor, step: int, folder: Path) -> None:
-    """Raise on every rank if any rank's loss is not finite.
+    """Raise TrainingError on every rank if any rank's loss is not finite.
 
-    Args:
-        losses: (world_size, any number), the same on every rank.
-        step: optimizer steps done, for the message.
-        folder: of the snapshots, for the message.
-
-    Raises:
-        TrainingError: names the ranks and the snapshot to go on from.
+    `losses` is (world_size, any number), the same on every rank.
     """
     bad = [rank for rank, values in enumerate(losses) if not values.isfinite().all()]
     if bad:
         raise TrainingError(
             f"the loss is not finite on rank {', '.join(map(str, bad))} by step {step}: "
-            f"try a lower --lr or a --warmup-epochs; last good snapshot: {newest_name(folder)}"
+            f"try a lower --lr or --warmup-epochs; last good snapshot: {newest_name(folder)}"
         )
-
-
-def _copied_to_cpu(value: Any) -> Any:
-    """The same with a copy of every tensor, on the CPU."""
-
-    def copied(leaf: Any) -> Any:
-        return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
-
-    return tree_map(copied, value)

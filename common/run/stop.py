@@ -1,4 +1,4 @@
-"""Stopping on request: every rank leaves after the same step, with no synchronisation a step."""
+"""Stop on request: all ranks stop after the same step, without a collective in every step."""
 
 import signal
 import time
@@ -12,11 +12,10 @@ from common.errors import STOP_SIGNALS
 class StopAgreement:
     """Turn a signal at any rank into one step after which all ranks stop.
 
-    Ranks reach a step at different moments, so none may stop on its own: the others would wait for
-    it in the next all-reduce. They agree by a two-number all-reduce, and not at every step: the
-    slowest rank's time a step, which travels along, sets how many steps pass until the next
-    agreement, so that it comes about once every `interval_s` whether a step takes 1 ms or 10 s.
-    Every rank computes that from the same reduced numbers and so comes to the same step.
+    Ranks reach a step at different moments, so no rank may stop alone: the others would wait for it
+    in the next all-reduce. About once every `interval_s` they all-reduce two numbers: whether a
+    signal came, and the slowest rank's time per step. Every rank computes the step of the next
+    agreement from the same two numbers, whether a step takes 1 ms or 10 s.
     """
 
     def __init__(self, interval_s: float = 1.0) -> None:
@@ -28,7 +27,7 @@ class StopAgreement:
         self._before = {number: signal.signal(number, self._request) for number in STOP_SIGNALS}
 
     def release(self) -> None:
-        """Give the signals back: nobody asks for an agreement any more."""
+        """Restore the signal handlers: no more agreements follow."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -36,11 +35,11 @@ class StopAgreement:
         self.requested = number
 
     def after(self, step: int, *, at_once: bool = False) -> bool:
-        """Whether all ranks stop after `step`, which never goes down and is alike on every rank.
+        """Whether all ranks stop after `step`; every rank calls this with the same steps, in order.
 
         Args:
-            step: done so far.
-            at_once: agree now, and not only when the interval has passed.
+            step: optimizer steps done.
+            at_once: agree now, even if the interval has not passed.
         """
         if self._last_step < 0:
             self._last_step = step - 1

@@ -8,6 +8,8 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from common.options import free
+
 
 @dataclass(frozen=True)
 class OptimizerOptions:
@@ -15,12 +17,12 @@ class OptimizerOptions:
 
     epochs: int = 30
     """Passes over the training data [epochs]; also the length of the cosine schedule."""
-    max_steps: int | None = None
+    max_steps: int | None = free(None)
     """Stop after this many optimizer steps in all [steps], with the schedule left as it is."""
-    global_batch_size: int | None = None
+    global_batch_size: int | None = free(None)
     """Samples per step over all ranks [samples]. None: --batch-size-per-rank times the number of
     ranks, or else the recipe's own number."""
-    batch_size_per_rank: int | None = None
+    batch_size_per_rank: int | None = free(None)
     """Samples per step on each rank [samples]: the other way to give the batch size."""
     lr: float = 0.1
     """Highest learning rate, used as given."""

@@ -38,7 +38,7 @@ from common.files import mebibytes, write_json
 from common.group.collectives import agreed, broadcast, gather
 from common.group.devices import choose_device, synchronize
 from common.group.interfaces import interface_towards
-from common.group.meet import process_group
+from common.group.rendezvous import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
 from common.run.folder import result_folder

@@ -39,10 +39,11 @@ from torch.utils.data import DataLoader
 from common import cli
 from common.data.stream import GlobalBatches, fixed_batches, make_loader
 from common.group.devices import choose_device
-from common.group.meet import process_group
+from common.group.rendezvous import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
 from common.measure import PeakMemory
+from common.options import free
 from common.run.folder import Run
 from common.run.logs import announce, log, set_up_logs
 from common.run.loop import Loop
@@ -69,7 +70,7 @@ class CheckpointOptions:
 
     segments: int | Literal["auto"] = 1
     """Pieces of the sequence; 1 keeps everything. auto: the fastest within --memory-budget."""
-    memory_budget: int | None = None
+    memory_budget: int | None = free(None)
     """For auto: what training may use above what the process holds before it [bytes]."""
 
 

@@ -7,8 +7,9 @@ from typing import Any
 from common import cli
 from common.figure import save_figure
 from common.files import mebibytes
+from common.group.devices import choose_devices
 from common.run.options import as_arguments
-from recipes.dp_resnet50.train import NAME, Config, choose_devices
+from recipes.dp_resnet50.train import NAME, Config
 from tools.comparison import in_turn, median, run_recipe, visible_devices
 
 
@@ -16,7 +17,7 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
     """Train by both, two epochs each unless `--max-steps` says otherwise."""
     arguments = ["--max-steps", "28", *arguments]  # the last of two counts
     _, config = cli.parse(NAME, Config, arguments)
-    devices = choose_devices(config)
+    devices = choose_devices(config.parallel.device_ids, config.run.device)
     shared = as_arguments(config, leave_out={"device_ids", "output_dir", "resume"})
     gpus = [str(device.index) for device in devices if device.type == "cuda"]
     subset = {"CUDA_VISIBLE_DEVICES": visible_devices(gpus)} if gpus else {}

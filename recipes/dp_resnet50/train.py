@@ -35,8 +35,8 @@ from common.data.datasets import Data, DataOptions, load_data
 from common.data.loaders import make_loaders
 from common.errors import InputError, multiples_near
 from common.files import mebibytes
-from common.group.devices import choose_device
-from common.group.meet import process_group
+from common.group.devices import choose_devices
+from common.group.rendezvous import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
 from common.measure import Utilization, peak_memory_bytes
@@ -86,27 +86,6 @@ class Config:
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
 
-def choose_devices(config: Config, visible_gpus: int | None = None) -> list[torch.device]:
-    """The GPUs that take part, the leading one first, or the CPU alone.
-
-    Raises:
-        InputError: a GPU that is not there, or named twice.
-    """
-    first = choose_device(config.run.device, Ranks(), visible_gpus)
-    ids = config.parallel.device_ids
-    if first.type == "cpu":
-        if ids is not None:
-            raise InputError(f"--device-ids {list(ids)}, but this run is on the CPU: leave it out")
-        return [first]
-    count = torch.cuda.device_count() if visible_gpus is None else visible_gpus
-    chosen = list(range(count)) if ids is None else list(ids)
-    if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(count)):
-        raise InputError(
-            f"--device-ids {chosen}: give each GPU once; this process sees {list(range(count))}"
-        )
-    return [torch.device("cuda", number) for number in chosen]
-
-
 def show_inference(
     config: Config, data: Data, images: Tensor, path: Path, model: nn.Module
 ) -> None:
@@ -146,7 +125,7 @@ def train(config: Config, ranks: Ranks) -> None:
     # seed
     set_determinism(**config.run.determinism)
     seed_everything(seed)
-    devices = choose_devices(config)
+    devices = choose_devices(config.parallel.device_ids, config.run.device)
     device = devices[0]
     announce(NAME, config.run, ranks, device)
     if len(devices) < 2:

@@ -16,7 +16,8 @@ from tools.comparison import in_turn, median, run_recipe
 def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, Any]:
     """Train on one device and on all that were asked for."""
     _, config = cli.parse(NAME, Config, arguments)
-    devices = [str(d) for d in choose_devices(config.parallel.devices, config.run.device)]
+    found = choose_devices(config.parallel.devices, config.run.device, on_cpu=2)
+    devices = list(map(str, found))
     sets = {"one": devices[:1], "all": devices}
 
     def run(name: str, n: int) -> dict[str, Any]:

@@ -35,9 +35,10 @@ from common.data.datasets import DataOptions, load_data
 from common.data.loaders import make_loaders
 from common.errors import InputError
 from common.group.devices import choose_devices
-from common.group.meet import process_group
+from common.group.rendezvous import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
+from common.options import free
 from common.run.folder import Run
 from common.run.logs import announce, log, set_up_logs
 from common.run.loop import Loop
@@ -57,7 +58,7 @@ class ParallelOptions:
 
     devices: tuple[str, ...] | None = None
     """Such as `cuda:0 cuda:1`, or `cpu cpu` to learn. None: all GPUs, or cpu cpu without one."""
-    lesson: bool = True
+    lesson: bool = free(True)
     """End with a figure of the same training with larger and larger batches."""
 
 
@@ -204,7 +205,7 @@ def train(config: Config, ranks: Ranks) -> None:
     # seed
     set_determinism(**config.run.determinism)
     seed_everything(seed)
-    devices = choose_devices(config.parallel.devices, config.run.device)
+    devices = choose_devices(config.parallel.devices, config.run.device, on_cpu=2)
     device = devices[0]
     announce(NAME, config.run, ranks, device)
     log.info(f"the batch is split over {', '.join(map(str, devices))}")

@@ -39,9 +39,10 @@ from common.data.datasets import Data, DataOptions, load_data
 from common.data.loaders import make_loaders
 from common.errors import InputError
 from common.group.devices import choose_device, choose_devices
-from common.group.meet import gloo_does_not_disturb, process_group
+from common.group.rendezvous import gloo_does_not_disturb, process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
+from common.options import free
 from common.run.folder import Run
 from common.run.logs import announce, log, set_up_logs
 from common.run.loop import Loop
@@ -78,7 +79,7 @@ class ParallelOptions:
     devices: tuple[str, ...] | None = None
     """One device per stage for split and micro, such as `cuda:0 cuda:1` or `cpu cpu`. None: all
     GPUs in turn, or the CPU."""
-    timeline: bool = True
+    timeline: bool = free(True)
     """gpipe and 1f1b: record the last step, for timeline.json and timeline.png."""
 
     def __post_init__(self) -> None:
@@ -96,6 +97,10 @@ class ParallelOptions:
             raise ValueError(
                 "--devices is for split and micro: each process of gpipe and 1f1b "
                 "has its own, by --device"
+            )
+        if self.devices is not None and len(self.devices) != self.stages:
+            raise ValueError(
+                f"{len(self.devices)} --devices for {self.stages} --stages: name one per stage"
             )
         if self.data_parallel > 1 and not self.in_processes:
             raise ValueError("--data-parallel needs --schedule gpipe or 1f1b")
@@ -143,20 +148,6 @@ def build(options: ParallelOptions, data: Data) -> nn.Module:
     return build_model(model, data.channels, len(data.class_names), data.side)
 
 
-def devices_for(options: ParallelOptions, device: str) -> list[torch.device]:
-    """One device per stage.
-
-    Raises:
-        InputError: a device that is not there, or another number of them than stages.
-    """
-    found = choose_devices(options.devices, device, on_cpu=options.stages)
-    if options.devices is None:
-        found = [found[n * len(found) // options.stages] for n in range(options.stages)]
-    if len(found) != options.stages:
-        raise InputError(f"{len(found)} --devices for {options.stages} --stages: name one a stage")
-    return found
-
-
 def train(config: Config, ranks: Ranks) -> None:
     """Train as one rank of the run, whose folder is `config.run.output_dir`."""
     options, parallel, seed = config.optimizer, config.parallel, config.run.seed
@@ -165,8 +156,11 @@ def train(config: Config, ranks: Ranks) -> None:
     # seed
     set_determinism(**config.run.determinism)
     seed_everything(seed)  # the same initial weights on every rank
-    devices = [] if parallel.in_processes else devices_for(parallel, config.run.device)
-    device = devices[-1] if devices else choose_device(config.run.device, ranks)
+    if parallel.in_processes:
+        devices, device = [], choose_device(config.run.device, ranks)
+    else:
+        devices = choose_devices(parallel.devices, config.run.device, stages=parallel.stages)
+        device = devices[-1]
     announce(NAME, config.run, ranks, device)
     if parallel.in_processes and device.type == "cuda" and config.run.backend == "gloo":
         raise InputError(

@@ -51,13 +51,14 @@ if os.environ.get("SLURMD_NODENAME") == os.environ.get("AHEAD", ""):
 """
 
 _PROBE = """\
-import json, os, socket
+import json, os, socket, torch
 from common.group.devices import choose_device
 from common.launch.ranks import resolve
 ranks = resolve()
 visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
 gpus = len(visible.split(",")) if visible else 0
-device = choose_device("cuda", ranks, gpus).index if gpus else None
+torch.cuda.device_count = lambda: gpus
+device = choose_device("cuda", ranks).index if gpus else None
 print(json.dumps(["probe", ranks.launcher, ranks.rank, ranks.local_rank, ranks.world_size,
                   ranks.local_world_size, ranks.master_addr, socket.gethostname(), visible,
                   device]), flush=True)

@@ -1,4 +1,4 @@
-"""The process group: from ranks to a group that talks, and back to a clean end."""
+"""The process group: rendezvous of the ranks, and a clean end."""
 
 import datetime
 import json
@@ -20,37 +20,29 @@ from common.launch.port import bind, unresolved
 from common.launch.process import report
 from common.launch.ranks import Ranks
 
-_left: list[dist.ProcessGroup | None] = []
+# Ranks on other hosts can never reach a master on loopback, so a short time-out is enough.
+_LOOPBACK_TIMEOUT_S = 20.0
 
-# A master on loopback cannot be reached from another host: no need to wait long to say so.
-_LOOPBACK_PATIENCE_S = 20.0
-
-# A rank that cannot begin waits this long for its peers, to tell them. Less than srun's --wait.
-_REFUSAL_PATIENCE_S = 15.0
+# How long a rank that cannot begin waits for its peers, to tell them. Less than srun's --wait.
+_REFUSAL_TIMEOUT_S = 15.0
 
 
 @contextmanager
 def process_group(
     ranks: Ranks, device: torch.device, backend: str, timeout_s: float
 ) -> Iterator[None]:
-    """Join the run's process group, and leave it by a clean end.
+    """Join the run's process group, and destroy it at a clean end.
 
-    A world of one gets a group too, so that a recipe has one code path. After a failure the group
-    is left as it is: peers may be gone, and the launcher ends them.
-
-    Args:
-        ranks: from `common.launch.ranks.resolve`.
-        device: from `choose_device`.
-        backend: auto, gloo or nccl.
-        timeout_s: how long to wait for a peer, when joining and in a collective.
+    A single rank gets a group too, so that a recipe has one code path. After a failure the group
+    is not destroyed: peers may be gone, and the launcher ends them. `timeout_s` is how long to wait
+    for a peer, at the rendezvous and in a collective.
 
     Raises:
-        InputError: an address that cannot work, a port in use, two NCCL ranks on one GPU, GPUs for
-            some ranks only.
+        InputError: the address cannot work, the port is in use, two NCCL ranks share a GPU, or only
+            some ranks have a GPU.
         TrainingError: not every rank arrived in time.
     """
     name = choose_backend(backend, device)
-    timeout = datetime.timedelta(seconds=timeout_s)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with gloo_does_not_disturb(name):
@@ -61,10 +53,14 @@ def process_group(
             try:
                 store = _connect(ranks, timeout_s)
             except InputError as error:
-                error.agreed = bool(error.agreed)  # peers that cannot be reached cannot be told
+                error.agreed = bool(error.agreed)  # there is no other way to tell the peers
                 raise
         dist.init_process_group(
-            name, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout
+            name,
+            store=store,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
         )
     try:
         if ranks.world_size > 1:
@@ -72,24 +68,22 @@ def process_group(
             uuid = str(torch.cuda.get_device_properties(device).uuid) if gpu else ""
             _refuse_unlike_devices(device.type, uuid, nccl="nccl" in name)
         yield
-    except BaseException as error:
+    except (InputError, StopRequested) as error:  # on every rank: see agreed() and StopAgreement
         if isinstance(error, InputError):
-            error.agreed = True  # what one rank alone finds goes through agreed()
-        if isinstance(error, StopRequested | InputError):
-            _leave()
+            error.agreed = True
+        _leave()
         raise
-    # Rank 0 serves the store: nobody may still be asking it when it leaves.
+    # Rank 0 serves the store, so it leaves only after every rank's last request.
     dist.barrier()
     _leave()
 
 
 @contextmanager
 def gloo_does_not_disturb(backend: str) -> Iterator[None]:
-    """Have gloo's threads, which the block starts, count as background work for the scheduler.
+    """Make gloo's threads, which the block starts, background work for the scheduler.
 
-    One of them spins while it waits. Where cores are few it takes one from a rank that computes,
-    or keeps a rank's other threads off an idle one until the kernel's next tick, 4 ms. As batch
-    work it gives way; nobody needs a right for that. Nothing is done for other backends.
+    One of them spins while it waits. If cores are few it takes one from a rank that computes, for
+    up to 4 ms (the kernel's next tick). As SCHED_BATCH it gives way, and this needs no privilege.
 
     Source: Linux, sched(7), SCHED_BATCH.
     """
@@ -101,34 +95,37 @@ def gloo_does_not_disturb(backend: str) -> Iterator[None]:
             os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
 
 
+_kept: list[dist.ProcessGroup | None] = []
+
+
 def keep_until_exit(group: dist.ProcessGroup | None) -> None:
-    """Stay an owner of `group`: see `_leave`."""
-    _left.append(group)
+    """Keep a reference to a gloo group, whose destructor can deadlock.
+
+    Up to torch 2.11, it waits for the group's thread while it holds the GIL. That thread may need
+    the GIL to free the last collective's tensors: one run in twenty hung at its end.
+    """
+    _kept.append(group)
 
 
 def _leave() -> None:
-    # Up to torch 2.11 the last owner of a gloo group waits for the group's thread while it holds
-    # Python's lock, and that thread may want the lock to drop what the last collective left: a
-    # deadlock at the end of one run in some twenty. An owner that stays until exit avoids it.
     keep_until_exit(dist.group.WORLD)
     dist.destroy_process_group()
 
 
 def refuse_together(error: InputError, ranks: Ranks) -> InputError:
-    """Tell the peers what this rank found before it joined the group, and hear what they found.
+    """Exchange the error that this rank found before the rendezvous with those of its peers.
 
-    They hear it where all ranks meet first, at rank 0's store. So rank 0 shows it once, however
-    many ranks found the same, and no rank waits for one that has ended. Where `common.launch`
-    started all ranks it does that itself.
+    They meet at rank 0's store. So rank 0 shows each error once, even if many ranks found it, and
+    no rank waits for one that has ended. If `common.launch` started all ranks, it does both itself.
 
     Returns:
-        The error that every rank ends with; this rank's own where the peers cannot be told.
+        The error that every rank ends with; this rank's own if the peers cannot be reached.
     """
     supervised = "RECIPES_ERRORS" in os.environ and not ranks.several_hosts
     if error.agreed is not None or ranks.world_size == 1 or supervised:
         return error
     try:
-        _connect(ranks, _REFUSAL_PATIENCE_S, error)
+        _connect(ranks, _REFUSAL_TIMEOUT_S, error)
     except Exception as found:  # whatever is wrong with the store, this error is the one to show
         if isinstance(found, InputError) and found.agreed:
             return found
@@ -137,13 +134,12 @@ def refuse_together(error: InputError, ranks: Ranks) -> InputError:
 
 
 def _agree_to_begin(store: dist.Store, ranks: Ranks, refusal: InputError | None) -> None:
-    """Raise on every rank what any rank brings."""
-    brought = [socket.gethostname(), str(refusal or "")]
-    store.set(f"ready/{ranks.rank}", json.dumps(brought))
+    """Raise the refusals of all ranks on every rank, if there are any."""
+    store.set(f"ready/{ranks.rank}", json.dumps([socket.gethostname(), str(refusal or "")]))
     everybody = range(ranks.world_size)
-    found = [json.loads(value) for value in store.multi_get([f"ready/{r}" for r in everybody])]
+    found = store.multi_get([f"ready/{rank}" for rank in everybody])
     who: dict[str, list[str]] = {}
-    for rank, (host, message) in enumerate(found):
+    for rank, (host, message) in enumerate(map(json.loads, found)):
         if message:
             who.setdefault(message, []).append(f"rank {rank} on {host}")
     if not who:
@@ -170,17 +166,18 @@ def _connect(ranks: Ranks, timeout_s: float, refusal: InputError | None = None) 
     except OSError as error:
         raise InputError(unresolved(address, error)) from error
     if _several_hosts_on_loopback(ranks):
-        timeout_s = min(timeout_s, _LOOPBACK_PATIENCE_S)
-    # TCPStore's own time-out does not cover a stranger's server on that port that takes the
-    # connection and never answers, and it tries more than once.
-    watchdog = threading.Timer(timeout_s + 2, _give_up, (ranks, timeout_s, refusal))
+        timeout_s = min(timeout_s, _LOOPBACK_TIMEOUT_S)
+    not_met = _not_met(ranks, timeout_s)
+    # TCPStore's own time-out covers each of several attempts, and not another program's server that
+    # accepts the connection but never answers.
+    watchdog = threading.Timer(timeout_s + 2, _give_up, (refusal or not_met, ranks))
     watchdog.daemon = True
     watchdog.start()
     is_master = ranks.rank == 0 and not ranks.agent_store
     try:
         listen_fd = ranks.listen_fd
         if is_master and listen_fd is None:
-            # Of ranks by hand without LOCAL_WORLD_SIZE nobody knows where the others are.
+            # Without LOCAL_WORLD_SIZE, ranks started by hand may be on other hosts.
             unknown = ranks.launcher == "torchrun" and "LOCAL_WORLD_SIZE" not in os.environ
             several_hosts = ranks.several_hosts or unknown
             listen_fd = bind(address, port, several_hosts=several_hosts).detach()
@@ -193,27 +190,27 @@ def _connect(ranks: Ranks, timeout_s: float, refusal: InputError | None = None) 
             wait_for_workers=not ranks.agent_store,
             master_listen_fd=listen_fd,
         )
-        # torchrun's agent keeps its store when it restarts the ranks (static rendezvous), and
-        # env:// would then meet the addresses of the dead.
+        # torchrun's agent keeps its store when it restarts the ranks (static rendezvous). With
+        # env://, the new ranks would find the addresses of the old ones.
         own = dist.PrefixStore(f"session_{ranks.session}", store)
         _agree_to_begin(own, ranks, refusal)
         return own
     except OSError as error:
         host = socket.gethostname()
         taken = f"port {port} on {host} cannot be taken ({error.strerror}): "
-        if "MASTER_PORT" not in os.environ:  # nobody chose it; a restarted job has another
+        if "MASTER_PORT" not in os.environ:  # not chosen by the user; a restart takes another
             raise TrainingError(f"{taken}start again, or set MASTER_PORT to a free one") from error
         raise InputError(
             f"{taken}give another MASTER_PORT (or --master-port), or none to have a free one chosen"
         ) from error
     except RuntimeError as error:
-        raise _not_met(ranks, timeout_s) from error
+        raise not_met from error
     finally:
         watchdog.cancel()
 
 
 def _not_met(ranks: Ranks, timeout_s: float) -> Exception:
-    """Why ranks did not meet at rank 0's address, as far as can be told from here."""
+    """The error for ranks that did not meet, with what this rank can know about the cause."""
     if _several_hosts_on_loopback(ranks):
         return InputError(
             f"MASTER_ADDR {ranks.master_addr!r} is every host's own loopback, and "
@@ -230,26 +227,25 @@ def _not_met(ranks: Ranks, timeout_s: float) -> Exception:
 
 
 def _several_hosts_on_loopback(ranks: Ranks) -> bool:
-    # As written, not as resolved: Debian's /etc/hosts gives a host's own name 127.0.1.1.
+    # As written, not as resolved: Debian's /etc/hosts maps a host's own name to 127.0.1.1.
     address = ranks.master_addr
     loopback = address in ("localhost", "::1") or address.startswith("127.")
     return loopback and ranks.several_hosts
 
 
-def _give_up(ranks: Ranks, timeout_s: float, refusal: InputError | None) -> None:
-    error = refusal or _not_met(ranks, timeout_s)
+def _give_up(error: Exception, ranks: Ranks) -> None:
     if isinstance(error, InputError):
         error.agreed = False
     os._exit(report(error, ranks))
 
 
 def _refuse_unlike_devices(kind: str, gpu: str, *, nccl: bool) -> None:
-    """Compare the devices of all ranks.
+    """Raise InputError on every rank if the ranks' devices cannot train together.
 
     Args:
         kind: of this rank's device, cpu or cuda.
-        gpu: its UUID.
-        nccl: it is NCCL that connects them.
+        gpu: UUID of this rank's GPU, or empty.
+        nccl: whether NCCL connects the devices.
     """
     found = gather((socket.gethostname(), kind, gpu))
     kinds = [kind for _, kind, _ in found]
@@ -259,10 +255,11 @@ def _refuse_unlike_devices(kind: str, gpu: str, *, nccl: bool) -> None:
         )
         raise InputError(
             f"{with_one} has a GPU, {without} sees none and would train on the CPU: check the "
-            "driver there (nvidia-smi; --gpus all for a container), or give --device cpu to all"
+            "driver there (nvidia-smi; --gpus all for a container), or give --device cpu on every "
+            "host"
         )
     if nccl and len(set(found)) < len(found):
         raise InputError(
             f"{len(found)} ranks share {len(set(found))} GPUs, which NCCL refuses: start one "
-            "process per GPU, or give --backend gloo to practise with several on one"
+            "process per GPU, or give --backend gloo, with which ranks can share a GPU"
         )
