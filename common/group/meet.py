@@ -17,8 +17,8 @@ from common.group.collectives import gather
 from common.group.devices import choose_backend
 from common.group.interfaces import choose_interface, interface_names
 from common.launch.port import bind, unresolved
-from common.launch.process import report
 from common.launch.ranks import Ranks
+from common.launch.report import report
 
 _left: list[dist.ProcessGroup | None] = []
 
