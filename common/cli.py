@@ -9,9 +9,8 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import fields, make_dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from common.errors import STATUS_FINISHED, InputError
@@ -20,67 +19,12 @@ from common.launch.process import python_path, run_rank
 from common.launch.ranks import Ranks, resolve
 from common.launch.report import report, say
 from common.launch.stack import check_versions
-from common.launch.start import launch
+from common.launch.start import LaunchOptions, launch
 
 C = TypeVar("C")
 
 # Before torch is imported: it warns about every connection from a host without a reverse name.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-
-@dataclass(frozen=True)
-class LaunchOptions:
-    """How many processes to start. Under torchrun, srun or mpirun leave these options out."""
-
-    nproc: int | None = None
-    """Processes on this host [processes]. None: one per visible GPU, or 2 without a GPU."""
-    nnodes: int = 1
-    """Hosts [hosts]. Start the command on each host."""
-    node_rank: int = 0
-    """Number of this host, from 0 to nnodes - 1."""
-    master_addr: str | None = None
-    """Address of host 0 that the other hosts can reach. None: MASTER_ADDR, or this host."""
-    master_port: int | None = None
-    """Port of host 0. None: MASTER_PORT, or on one host any free port."""
-    compare: bool = False
-    """Measure the recipe and its alternatives instead of training: a table, a figure and
-    comparison.json in --output-dir. For recipes that have a compare.py."""
-    compare_rounds: int = 3
-    """Rounds of --compare [rounds]. Each round measures every alternative; the median counts."""
-    check: bool = False
-    """Check the options without training: status 0, or status 2 and a line that says what is wrong.
-    Under torchrun, srun or mpirun the number of processes is not checked."""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be started."""
-        if self.nproc is not None and self.nproc < 1:
-            raise ValueError(f"--nproc must be at least 1, got {self.nproc}")
-        if self.compare_rounds < 1:
-            raise ValueError(f"--compare-rounds must be at least 1, got {self.compare_rounds}")
-        if not 0 <= self.node_rank < self.nnodes:
-            raise ValueError(f"--node-rank {self.node_rank} must lie in 0..{self.nnodes - 1}")
-        if self.nnodes > 1 and not self.address:
-            raise ValueError("several hosts need --master-addr, host 0's address")
-        if not 0 <= self.port < 2**16:
-            raise ValueError(f"--master-port must lie in 1..65535, got {self.port}")
-
-    @property
-    def address(self) -> str:
-        """Host 0's address as given, or an empty string."""
-        return self.master_addr or os.environ.get("MASTER_ADDR") or ""
-
-    @property
-    def port(self) -> int:
-        """Host 0's port as given, or 0."""
-        text = os.environ.get("MASTER_PORT") or "0"
-        if self.master_port is None and not text.isdecimal():
-            raise ValueError(f"MASTER_PORT must be a whole number, got {text!r}")
-        return int(text) if self.master_port is None else self.master_port
-
-    @property
-    def processes(self) -> int:
-        """Processes to start on this host."""
-        return self.nproc or _visible_gpus() or 2
 
 
 def start(name: str, arguments: Sequence[str]) -> int:
@@ -177,8 +121,7 @@ def _launch(name: str, arguments: Sequence[str], options: LaunchOptions, nproc: 
     """Start `nproc` ranks on this host and wait for them; return the exit status."""
     if os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1" and options.nnodes == 1:
         say("warning: a Slurm job of several nodes, but not started by srun: all ranks are here")
-    command, address = ["-m", "recipes", name, *arguments], options.address or "127.0.0.1"
-    return launch(command, nproc, options.nnodes, options.node_rank, address, options.port)
+    return launch(["-m", "recipes", name, *arguments], nproc, options)
 
 
 def _refuse_wrong_number(
@@ -304,11 +247,3 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise InputError instead of ending the process."""
         raise InputError(f"{message}. --help lists the options")
-
-
-def _visible_gpus() -> int:
-    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
-        return 0  # without asking torch, whose import takes a second
-    import torch
-
-    return torch.cuda.device_count()

@@ -32,6 +32,69 @@ _STATES = {
 
 
 @dataclass(frozen=True)
+class LaunchOptions:
+    """How many processes to start. Under torchrun, srun or mpirun leave these options out."""
+
+    nproc: int | None = None
+    """Processes on this host [processes]. None: one per visible GPU, or 2 without a GPU."""
+    nnodes: int = 1
+    """Hosts [hosts]. Start the command on each host."""
+    node_rank: int = 0
+    """Number of this host, from 0 to nnodes - 1."""
+    master_addr: str | None = None
+    """Address of host 0 that the other hosts can reach. None: MASTER_ADDR, or this host."""
+    master_port: int | None = None
+    """Port of host 0. None: MASTER_PORT, or on one host any free port."""
+    compare: bool = False
+    """Measure the recipe and its alternatives instead of training: a table, a figure and
+    comparison.json in --output-dir. For recipes that have a compare.py."""
+    compare_rounds: int = 3
+    """Rounds of --compare [rounds]. Each round measures every alternative; the median counts."""
+    check: bool = False
+    """Check the options without training: status 0, or status 2 and a line that says what is wrong.
+    Under torchrun, srun or mpirun the number of processes is not checked."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be started."""
+        if self.nproc is not None and self.nproc < 1:
+            raise ValueError(f"--nproc must be at least 1, got {self.nproc}")
+        if self.compare_rounds < 1:
+            raise ValueError(f"--compare-rounds must be at least 1, got {self.compare_rounds}")
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ValueError(f"--node-rank {self.node_rank} must lie in 0..{self.nnodes - 1}")
+        if self.nnodes > 1 and not self.address:
+            raise ValueError("several hosts need --master-addr, host 0's address")
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"--master-port must lie in 1..65535, got {self.port}")
+
+    @property
+    def address(self) -> str:
+        """Host 0's address as given, or an empty string."""
+        return self.master_addr or os.environ.get("MASTER_ADDR") or ""
+
+    @property
+    def port(self) -> int:
+        """Host 0's port as given, or 0."""
+        text = os.environ.get("MASTER_PORT") or "0"
+        if self.master_port is None and not text.isdecimal():
+            raise ValueError(f"MASTER_PORT must be a whole number, got {text!r}")
+        return int(text) if self.master_port is None else self.master_port
+
+    @property
+    def processes(self) -> int:
+        """Processes to start on this host."""
+        return self.nproc or _visible_gpus() or 2
+
+
+def _visible_gpus() -> int:
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
+        return 0  # without asking torch, whose import takes a second
+    import torch
+
+    return torch.cuda.device_count()
+
+
+@dataclass(frozen=True)
 class Child:
     """A rank that this process started."""
 
@@ -68,45 +131,31 @@ def make_error_file() -> Path:
     return file
 
 
-def launch(
-    arguments: Sequence[str],
-    nproc: int,
-    nnodes: int = 1,
-    node_rank: int = 0,
-    master_addr: str = "127.0.0.1",
-    master_port: int = 0,
-) -> int:
+def launch(arguments: Sequence[str], nproc: int, options: LaunchOptions) -> int:
     """Start `nproc` ranks of `python ARGUMENTS` on this host; wait; return the exit status.
-
-    Args:
-        arguments: of the Python interpreter.
-        nproc: ranks per host.
-        nnodes: hosts.
-        node_rank: number of this host; host 0 serves the store.
-        master_addr: host 0's address.
-        master_port: host 0's port; 0: any free port, on one host only.
 
     Raises:
         InputError: a port in use, or none given for several hosts.
     """
-    if nnodes > 1 and not master_port:
+    several, address, port = options.nnodes > 1, options.address or "127.0.0.1", options.port
+    if several and not port:
         raise InputError("several hosts need --master-port, the same free port on each command")
     store = None
-    if node_rank == 0:
-        store = listen(master_addr, master_port, several_hosts=nnodes > 1)
-        master_port = store.getsockname()[1]
+    if options.node_rank == 0:  # host 0 serves the store
+        store = listen(address, port, several_hosts=several)
+        port = store.getsockname()[1]
     errors = make_error_file()
     env = {
         **os.environ,
-        "WORLD_SIZE": str(nnodes * nproc),
+        "WORLD_SIZE": str(options.nnodes * nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": master_addr,
-        "MASTER_PORT": str(master_port),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
         "PYTHONPATH": python_path(os.environ.get("PYTHONPATH")),
     }
     children = []
     for local_rank in range(nproc):
-        rank = node_rank * nproc + local_rank
+        rank = options.node_rank * nproc + local_rank
         own, pass_fds = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}, []
         if rank == 0 and store:
             own["RECIPES_LISTEN_FD"] = str(store.fileno())
