@@ -30,7 +30,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 def start(name: str, arguments: Sequence[str]) -> int:
     """Run the recipe `name`; return the exit status.
 
-    Where the launch options alone decide how many ranks there are, they start without torch here.
+    If the launch options alone decide how many ranks there are, start them without importing torch.
     """
     try:
         ranks, given = _resolve(arguments)
@@ -38,9 +38,10 @@ def start(name: str, arguments: Sequence[str]) -> int:
         if alone and _launched(name) == "ranks":
             with _input_errors():
                 options = _tyro(name, LaunchOptions, given, return_unknown_args=True)[0]
-            several = options.nnodes * options.processes > 1
-            if several and not (options.compare or options.check):
-                return _launch(name, given, options, options.processes)
+            nproc = options.processes
+            if options.nnodes * nproc > 1 and not (options.compare or options.check):
+                _warn_of_idle_nodes(options)
+                return launch(["-m", "recipes", name, *given], nproc, options)
     except InputError as error:
         return report(error, Ranks())
     # Imported modules hold no garbage, but searching them takes 15 % of a start's CPU time.
@@ -76,20 +77,23 @@ def run(
         check_versions()
         if options.compare:
             _compare(name, arguments, ranks)
-        needed = 1 if _launched(name) == "one" else processes(config) if processes else None
         alone = ranks.launcher == "none"
+        needed = processes(config) if processes else None
+        if _launched(name) == "one":
+            needed = 1
         if alone or not options.check:
             _refuse_wrong_number(name, options, ranks, needed)
         if alone and spawn and options.nnodes > 1:
             raise InputError(f"{name} starts processes on one host only: use ddp_launch")
         if options.check:
             return STATUS_FINISHED
-        if alone:
+        if alone and needed != 1:
+            _warn_of_idle_nodes(options)
             nproc = needed // options.nnodes if needed else options.processes
             if spawn:
                 return spawn(config, nproc)
             if options.nnodes * nproc > 1:
-                return _launch(name, arguments, options, nproc)
+                return launch(["-m", "recipes", name, *arguments], nproc, options)
     except InputError as error:
         return refuse(error, ranks)
 
@@ -117,11 +121,9 @@ def _resolve(arguments: Sequence[str]) -> tuple[Ranks, list[str]]:
     return resolve(local_rank_argument=given[0] if given else None), rest
 
 
-def _launch(name: str, arguments: Sequence[str], options: LaunchOptions, nproc: int) -> int:
-    """Start `nproc` ranks on this host and wait for them; return the exit status."""
+def _warn_of_idle_nodes(options: LaunchOptions) -> None:
     if os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1" and options.nnodes == 1:
         say("warning: a Slurm job of several nodes, but not started by srun: all ranks are here")
-    return launch(["-m", "recipes", name, *arguments], nproc, options)
 
 
 def _refuse_wrong_number(

@@ -16,7 +16,7 @@ _FOLLOWS = (
 _TABLE = {
     r"killed by SIGKILL": "out of memory? (dmesg tells) Then try half the --global-batch-size",
     r"killed by SIGABRT": (
-        "its own message is above; did all ranks call the same collectives, and use every "
+        "its own message is above. Did all ranks call the same collectives, and use every "
         "parameter? TORCH_DISTRIBUTED_DEBUG=DETAIL names them"
     ),
     r"DataLoader worker .*(exited unexpectedly|Bus error|is killed by signal)|unable to (mmap|open)"

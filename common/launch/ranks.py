@@ -137,7 +137,7 @@ def _refuse_leftovers(env: Mapping[str, str], ranks: Ranks) -> None:
     """Raise InputError if RANK or WORLD_SIZE, exported before srun, is not what Slurm says."""
     expected = {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.world_size)}
     given = {name: env[name] for name in expected if name in env}
-    if any(value != expected[name] for name, value in given.items()):
+    if not given.items() <= expected.items():
         raise InputError(
             f"{' '.join(f'{name}={value}' for name, value in given.items())} in the environment, "
             f"but Slurm started this as task {ranks.rank} of {ranks.world_size}: unset "
@@ -252,10 +252,7 @@ def _from_slurm(env: Mapping[str, str]) -> Ranks:
 
 
 def _port(env: Mapping[str, str], launcher: str, world_size: int, number: int | None = None) -> int:
-    """The user's port, else the port that Slurm reserved for the step, else one from `number`.
-
-    A derived port lies in 15000..28999: below torchrun's 29500 and the kernel's ephemeral ports.
-    """
+    """The user's port, else the port that Slurm reserved for the step, else one from `number`."""
     if env.get("MASTER_PORT"):
         port = _number(env, "MASTER_PORT", launcher)
         if not 0 < port < 2**16:
@@ -263,7 +260,7 @@ def _port(env: Mapping[str, str], launcher: str, world_size: int, number: int | 
         return port
     if reserved := re.match(r"\d+", env.get("SLURM_STEP_RESV_PORTS", "")):
         return int(reserved[0])
-    if number is not None:
+    if number is not None:  # below torchrun's 29500 and the kernel's ephemeral ports
         return 15000 + number % 14000
     if world_size == 1:
         return 0
@@ -280,7 +277,5 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 def first_host(nodes: str) -> str:
     """The first host of a Slurm node list, where rank 0 runs: `gpu[07-12,20],x` gives `gpu07`."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
-    if not first:
-        raise InputError(f"Slurm's node list {nodes!r} names no host")
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
+    first = re.split(r",(?![^\[]*\])", nodes)[0]  # at commas outside brackets
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)

@@ -99,8 +99,8 @@ def _shortened(message: str) -> str:
 def show_cause(failed: Sequence[tuple[int, int]], silent: dict[int, str], errors: Path) -> int:
     """Show the failure that caused the others; return the exit status of the run.
 
-    A killed rank reports nothing, and its peers report that it is gone: the kill is the cause. But
-    NCCL aborts the peers of a rank that failed by itself; then the report of that rank is.
+    A killed rank reports nothing, and its peers report that it is gone: the kill is the cause.
+    NCCL aborts the peers of a rank that failed by itself: that rank's report is the cause.
 
     Args:
         failed: rank and exit status (negative: a signal) of the ranks that ended, in that order.
