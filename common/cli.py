@@ -8,175 +8,92 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, make_dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, make_dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from common.errors import STATUS_FINISHED, InputError
-from common.launch.process import python_path, report, run_rank
+from common.launch.hints import hint
+from common.launch.process import python_path, run_rank
 from common.launch.ranks import Ranks, resolve
+from common.launch.report import report, say
 from common.launch.stack import check_versions
-from common.launch.start import launch
+from common.launch.start import LaunchOptions, launch
 
 C = TypeVar("C")
 
-# What is imported at the start is no garbage, and looking for it among a million objects takes a
-# fifth of the start. `common.run.loop` goes back to Python's own threshold when training begins.
-gc.set_threshold(100_000, 10, 10)
-
-# Before torch is imported: it warns of every connection from a host without a reverse name.
+# Before torch is imported: it warns about every connection from a host without a reverse name.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-LAUNCHED = {
-    "ranks": "one process per device, started by this command, torchrun, srun or mpirun",
-    "spawn": "one process per device, started by the recipe itself, torchrun, srun or mpirun",
-    "one": "one process that drives its devices itself",
-    "stages": "one process, or one process per stage: --schedule decides",
-}
-"""What a recipe's constant LAUNCHED may say, and what that means."""
 
-_HINTS = {
-    "'mpi'": "PyTorch's wheels are built without MPI; mpirun as a launcher works with gloo",
-}
+def start(name: str, arguments: Sequence[str]) -> int:
+    """Run the recipe `name`; return the exit status.
 
-
-@dataclass(frozen=True)
-class LaunchOptions:
-    """How many processes to start. Under torchrun, srun or mpirun leave these options out."""
-
-    nproc: int | None = None
-    """Processes on this machine. None: the number of visible GPUs, or 2 where there is none."""
-    nnodes: int = 1
-    """Hosts; the command is started on each."""
-    node_rank: int = 0
-    """Number of this host, from 0 to nnodes - 1."""
-    master_addr: str | None = None
-    """Address of host 0 that the others can reach. None: MASTER_ADDR, or this machine."""
-    master_port: int | None = None
-    """Port of host 0. None: MASTER_PORT, or a free one where there is one host."""
-    compare: bool = False
-    """Measure the recipe beside its alternatives instead of training: a table, a figure and
-    comparison.json in --output-dir. For recipes that have a compare.py."""
-    compare_rounds: int = 3
-    """How often --compare measures each alternative, in turn; the median counts."""
-    check: bool = False
-    """Check the options and end, with status 0, or with 2 and a line that says what is wrong. Under
-    torchrun or srun the number of processes is not checked."""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be started."""
-        if self.nproc is not None and self.nproc < 1:
-            raise ValueError(f"--nproc must be at least 1, got {self.nproc}")
-        if self.compare_rounds < 1:
-            raise ValueError(f"--compare-rounds must be at least 1, got {self.compare_rounds}")
-        if not 0 <= self.node_rank < self.nnodes:
-            raise ValueError(f"--node-rank {self.node_rank} must lie in 0..{self.nnodes - 1}")
-        if self.nnodes > 1 and not self.address:
-            raise ValueError("several hosts need --master-addr, host 0's address")
-        if not 0 <= self.port < 2**16:
-            raise ValueError(f"--master-port must lie in 1..65535, got {self.port}")
-
-    @property
-    def address(self) -> str:
-        """Host 0's address as given, or an empty string."""
-        return self.master_addr or os.environ.get("MASTER_ADDR") or ""
-
-    @property
-    def port(self) -> int:
-        """Host 0's port as given, or 0."""
-        text = os.environ.get("MASTER_PORT") or "0"
-        if self.master_port is None and not text.isdecimal():
-            raise ValueError(f"MASTER_PORT must be a whole number, got {text!r}")
-        return int(text) if self.master_port is None else self.master_port
-
-    @property
-    def processes(self) -> int:
-        """Processes to start on this machine."""
-        return self.nproc or _visible_gpus() or 2
-
-
-def start(name: str, arguments: Sequence[str], processes: int | None = None) -> int:
-    """Run a recipe whose ranks are processes started from outside, by us where nobody did.
-
-    Args:
-        name: of the recipe.
-        arguments: of its command line.
-        processes: ranks in all that its options ask for; None: --nproc, or one a GPU.
-
-    Returns:
-        The exit status.
+    If the launch options alone decide how many ranks there are, start them without importing torch.
     """
     try:
-        ranks, arguments = _resolve(arguments)
-        if ranks.launcher == "none" and not {"-h", "--help"} & set(arguments):
-            options, rest = _split(arguments)
-            if os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1" and options.nnodes == 1:
-                print(
-                    "warning: in a Slurm job of several nodes, but not started by srun: the "
-                    "ranks are on this host only",
-                    file=sys.stderr,
-                )
-            nproc = processes // options.nnodes if processes else options.processes
+        ranks, given = _resolve(arguments)
+        alone = ranks.launcher == "none" and not {"-h", "--help"} & set(given)
+        if alone and _launched(name) == "ranks":
+            with _input_errors():
+                options = _tyro(name, LaunchOptions, given, return_unknown_args=True)[0]
+            nproc = options.processes
             if options.nnodes * nproc > 1 and not (options.compare or options.check):
-                command, address = ["-m", "recipes", name, *rest], options.address or "127.0.0.1"
-                return launch(
-                    command, nproc, options.nnodes, options.node_rank, address, options.port
-                )
+                _warn_of_idle_nodes(options)
+                return launch(["-m", "recipes", name, *given], nproc, options)
     except InputError as error:
         return report(error, Ranks())
-    return int(import_module(f"recipes.{name}.train").main(arguments))
+    # Imported modules hold no garbage, but searching them takes 15 % of a start's CPU time.
+    gc.disable()
+    recipe = import_module(f"recipes.{name}.train")
+    gc.freeze()
+    gc.enable()
+    return int(recipe.main(arguments))
 
 
 def run(
     name: str,
     config_class: type[C],
     train: Callable[[C, Ranks], None],
-    arguments: Sequence[str],
+    arguments: Sequence[str] | None = None,
     spawn: Callable[[C, int], int] | None = None,
     processes: Callable[[C], int] | None = None,
 ) -> int:
-    """Parse the options and run `train` in this process, or `spawn` where it is no rank yet.
+    """Run the recipe `name` as a rank, or start its ranks; return the exit status.
 
     Args:
-        name: of the recipe, for the usage line.
+        name: of the recipe.
         config_class: dataclass of option groups.
         train: the recipe.
-        arguments: of the command line.
-        spawn: starts the ranks from (config, nproc) and returns their exit status.
-        processes: ranks in all that a config asks for, where --nproc is not free to choose.
-
-    Returns:
-        The exit status.
+        arguments: of the command line. None: those of this process.
+        spawn: for a recipe that starts its ranks itself: from (config, nproc) to the exit status.
+        processes: number of ranks that a config needs. None: one, or as many as --nproc says.
     """
     ranks = Ranks()
     try:
-        ranks, arguments = _resolve(arguments)
+        ranks, arguments = _resolve(sys.argv[1:] if arguments is None else arguments)
         options, config = parse(name, config_class, arguments)
         check_versions()
-        if options.compare and ranks.world_size > 1:
-            raise InputError("--compare starts what it measures itself: run it as one process")
         if options.compare:
-            _compare(name, arguments)
-        wanted = processes(config) if processes else None
+            _compare(name, arguments, ranks)
         alone = ranks.launcher == "none"
-        if wanted is not None and (alone or not options.check):
-            _refuse_other_than(wanted, name, options, ranks)
-        if spawn is not None and alone and options.nnodes > 1:
-            raise InputError(f"{name} starts processes on this machine only: use ddp_launch")
+        needed = processes(config) if processes else None
+        if _launched(name) == "one":
+            needed = 1
+        if alone or not options.check:
+            _refuse_wrong_number(name, options, ranks, needed)
+        if alone and spawn and options.nnodes > 1:
+            raise InputError(f"{name} starts processes on one host only: use ddp_launch")
         if options.check:
             return STATUS_FINISHED
-        if not alone:
-            if options.nproc not in (None, ranks.local_world_size):
-                raise InputError(
-                    f"--nproc {options.nproc}, but this process is already one of "
-                    f"{ranks.local_world_size} that {ranks.launcher} started here: leave it out"
-                )
-        elif spawn is not None:
-            return spawn(config, options.processes)
-        elif (wanted or options.nnodes * options.processes) > 1:
-            return start(name, arguments, wanted)
+        if alone and needed != 1:
+            _warn_of_idle_nodes(options)
+            nproc = needed // options.nnodes if needed else options.processes
+            if spawn:
+                return spawn(config, nproc)
+            if options.nnodes * nproc > 1:
+                return launch(["-m", "recipes", name, *arguments], nproc, options)
     except InputError as error:
         return refuse(error, ranks)
 
@@ -191,8 +108,60 @@ def run(
     return run_rank(body, ranks)
 
 
+def _launched(name: str) -> str:
+    """The constant LAUNCHED of a recipe: its values are in recipes/__main__.py."""
+    return str(import_module(f"recipes.{name}").LAUNCHED)
+
+
+def _resolve(arguments: Sequence[str]) -> tuple[Ranks, list[str]]:
+    """The ranks, and the arguments without the --local-rank=N of torch.distributed.launch."""
+    pattern = r"--local[-_]rank=(\d+)"
+    given = [int(match[1]) for word in arguments if (match := re.fullmatch(pattern, word))]
+    rest = [word for word in arguments if not re.fullmatch(pattern, word)]
+    return resolve(local_rank_argument=given[0] if given else None), rest
+
+
+def _warn_of_idle_nodes(options: LaunchOptions) -> None:
+    if os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1" and options.nnodes == 1:
+        say("warning: a Slurm job of several nodes, but not started by srun: all ranks are here")
+
+
+def _refuse_wrong_number(
+    name: str, options: LaunchOptions, ranks: Ranks, needed: int | None
+) -> None:
+    """Raise InputError unless there are, or can be started, as many processes as needed."""
+    what = "one process" if needed == 1 else f"{needed} processes"
+    if ranks.launcher != "none":
+        if needed not in (None, ranks.world_size):
+            raise InputError(
+                f"{name} with these options is {what}, but {ranks.launcher} started "
+                f"{ranks.world_size}"
+            )
+        if options.nproc not in (None, ranks.local_world_size):
+            raise InputError(
+                f"--nproc {options.nproc}, but this process is already one of "
+                f"{ranks.local_world_size} that {ranks.launcher} started here: leave it out"
+            )
+    elif needed and needed % options.nnodes:
+        raise InputError(f"{what} cannot be divided equally between {options.nnodes} hosts")
+    elif needed and options.nproc not in (None, needed // options.nnodes):
+        raise InputError(
+            f"--nproc {options.nproc}, but {name} with these options is {what}, whatever the "
+            "number of devices: leave it out"
+        )
+
+
+def _compare(name: str, arguments: Sequence[str], ranks: Ranks) -> NoReturn:
+    """Replace this process by the program that measures, because `common` imports no tools."""
+    if ranks.world_size > 1:
+        raise InputError("--compare starts its own processes: run it as one process")
+    command = [sys.executable, "-P", "-m", "tools.bench", name, *arguments]
+    path = python_path(os.environ.get("PYTHONPATH"))
+    os.execve(command[0], command, {**os.environ, "PYTHONPATH": path})  # noqa: S606
+
+
 def refuse(error: InputError, ranks: Ranks | None = None) -> int:
-    """Show bad input that was found before training, once for all ranks; its exit status."""
+    """Show bad input that was found before training, once for all ranks; return the status."""
     try:
         ranks = ranks or resolve()
         if ranks.world_size > 1:
@@ -204,31 +173,8 @@ def refuse(error: InputError, ranks: Ranks | None = None) -> int:
     return report(error, ranks or Ranks())
 
 
-def _refuse_other_than(wanted: int, name: str, options: LaunchOptions, ranks: Ranks) -> None:
-    """Raise InputError where more or fewer processes are there than the recipe's options mean."""
-    what = "one process" if wanted == 1 else f"{wanted} processes"
-    if ranks.launcher != "none" and ranks.world_size != wanted:
-        raise InputError(
-            f"{name} with these options is {what}, but {ranks.launcher} started {ranks.world_size}"
-        )
-    if ranks.launcher == "none" and options.nproc not in (None, wanted // options.nnodes):
-        raise InputError(
-            f"--nproc {options.nproc}, but {name} with these options is {what}, whatever the "
-            "number of devices: leave it out"
-        )
-    if wanted % options.nnodes:
-        raise InputError(f"{what} cannot be shared out over {options.nnodes} hosts alike")
-
-
-def _compare(name: str, arguments: Sequence[str]) -> NoReturn:
-    """Become the program that measures: `common` starts it, and imports nothing of it."""
-    path = python_path(os.environ.get("PYTHONPATH"))
-    command = [sys.executable, "-P", "-m", "tools.bench", name, *arguments]
-    os.execve(command[0], command, {**os.environ, "PYTHONPATH": path})  # noqa: S606
-
-
 def attempt(body: Callable[[], int | None]) -> int:
-    """Run `body`; the exit status. A signal ends it at once: there is no state to save."""
+    """Run a command that has no state to save; return the exit status."""
     try:
         return body() or STATUS_FINISHED
     except KeyboardInterrupt:
@@ -243,22 +189,31 @@ def parse(name: str, config_class: type[C], arguments: Sequence[str]) -> tuple[L
     Raises:
         InputError: unknown options, wrong values or combinations.
     """
-    import tyro
-
     groups = [(f.name, f.type, f) for f in fields(config_class)]  # type: ignore[arg-type]
     launch_group = ("launch", LaunchOptions, LaunchOptions())
-    both: Any = make_dataclass("Options", [launch_group, *groups], frozen=True)
+    both = make_dataclass("Options", [launch_group, *groups], frozen=True)
     both.__doc__ = sys.modules[config_class.__module__].__doc__
+    with _input_errors():
+        options = _tyro(name, both, arguments)
+        return options.launch, config_class(**{n: getattr(options, n) for n, _, _ in groups})
+
+
+def _tyro(name: str, options: type, arguments: Sequence[str], **more: Any) -> Any:
+    """Parse the command line; options have no prefix from their group."""
+    import tyro
+
+    config = (tyro.conf.OmitArgPrefixes,)
+    prog = f"python -m recipes {name}"
+    return tyro.cli(options, prog=prog, args=list(arguments), config=config, **more)
+
+
+@contextlib.contextmanager
+def _input_errors() -> Iterator[None]:
+    """Raise InputError for what tyro or a dataclass refuses."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            options = tyro.cli(
-                both,
-                prog=f"python -m recipes {name}",
-                args=list(arguments),
-                config=(tyro.conf.OmitArgPrefixes,),
-            )
-        return options.launch, config_class(**{n: getattr(options, n) for n, _, _ in groups})
+            yield
     except SystemExit as end:
         if end.code in (0, None):
             raise
@@ -268,26 +223,20 @@ def parse(name: str, config_class: type[C], arguments: Sequence[str]) -> tuple[L
 
 
 def _one_line(box: str) -> str:
-    """tyro frames its errors in a box: its first paragraph and what it suggests, as one line."""
+    """The first paragraph of tyro's error box, and what it suggests, as one line."""
     box = re.sub(r"\x1b\[[\d;]*m", "", box)  # colours, on a terminal
     framed = box.lstrip().startswith("╭")  # else, on an ASCII terminal, the title is a paragraph
     lines = [line.strip("│ ") for line in box.splitlines() if not re.match("[╭╰]", line)]
     paragraphs = re.split(r"(?m)^[─-]+$", "\n".join(lines))
     text = " ".join(paragraphs[0 if framed or len(paragraphs) == 1 else 1].split())
-    text = re.sub(r"^Error parsing ([a-z]\w*: )?", "", text).rstrip(" .")
+    text = re.sub(r"^Error parsing (\w+: )?|\. Got errors: .*", "", text).rstrip(" .")
     if similar := re.search(r"Perhaps you meant\W+(--[\w-]+)", box):
         text += f" (perhaps you meant {similar[1]})"
-    hint = next((hint for part, hint in _HINTS.items() if part in text), None)
-    return f"{text}{f'. {hint}' if hint else ''}. --help lists the options"
+    return ". ".join(filter(None, [text, hint(text), "--help lists the options"]))
 
 
 class Parser(argparse.ArgumentParser):
-    """For commands of few options: bad usage is an InputError.
-
-    Args:
-        name: of the command.
-        about: what it does, for --help, kept as it is written.
-    """
+    """For commands with few options. `about` is their --help, printed as it is."""
 
     def __init__(self, name: str, about: str | None) -> None:
         super().__init__(
@@ -298,50 +247,5 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise.
-
-        Raises:
-            InputError: with argparse's message.
-        """
+        """Raise InputError instead of ending the process."""
         raise InputError(f"{message}. --help lists the options")
-
-
-def _resolve(arguments: Sequence[str]) -> tuple[Ranks, list[str]]:
-    """Ranks, and the arguments without the `--local-rank` that torch.distributed.launch adds."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--local-rank", "--local_rank", type=int)
-    try:
-        known, rest = parser.parse_known_args(list(arguments))
-    except argparse.ArgumentError as error:
-        raise InputError(str(error)) from None
-    return resolve(local_rank_argument=known.local_rank), rest
-
-
-def _split(arguments: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
-    """The launch options, and the rest for the ranks, who check it."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for option, kind in (
-        ("nproc", int),
-        ("nnodes", int),
-        ("node-rank", int),
-        ("master-addr", str),
-        ("master-port", int),
-        ("compare-rounds", int),
-    ):
-        names = (f"--{option}", f"--{option.replace('-', '_')}")
-        parser.add_argument(*dict.fromkeys(names), type=kind, default=argparse.SUPPRESS)
-    for flag in ("--compare", "--check"):
-        parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS)
-    try:
-        known, rest = parser.parse_known_args(list(arguments))
-        return LaunchOptions(**vars(known)), rest
-    except (argparse.ArgumentError, ValueError) as error:
-        raise InputError(str(error)) from None
-
-
-def _visible_gpus() -> int:
-    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
-        return 0  # without asking torch, whose import takes a second
-    import torch
-
-    return torch.cuda.device_count()

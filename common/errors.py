@@ -3,32 +3,32 @@
 import signal
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""What asks a run to save its state and end with STATUS_STOPPED."""
+"""Each asks a run to save its state and end with STATUS_STOPPED."""
 
 STATUS_FINISHED = 0
 STATUS_FAILED = 1
 STATUS_BAD_INPUT = 2
-STATUS_STOPPED = 75  # EX_TEMPFAIL: run the same command again to go on
+STATUS_STOPPED = 75  # EX_TEMPFAIL: run the same command again to continue
 
 
 class InputError(ValueError):
-    """The user's input cannot work; says what was needed, what was found and the fix.
+    """The user's input cannot work; says what was needed, what was found and how to fix it.
 
-    Raised before training starts and by every rank alike: what one rank alone finds is shared by
-    `refuse_together` until the group is there, and then by `agreed` (both in `common.group`).
+    Every rank raises it, before training starts. What a single rank finds goes to all ranks: by
+    `refuse_together` before the ranks have met, by `agreed` after that (both in `common.group`).
     """
 
     agreed: bool | None = None
-    """True: every rank has raised it, and rank 0 alone shows it. False: the peers could not be
-    told, each rank shows its own. None: nobody has asked them yet."""
+    """True: every rank has raised it, and rank 0 alone shows it. False: the other ranks could not
+    be told, so each rank shows its own. None: the ranks have not talked about it yet."""
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on; says what happened and what to do about it."""
+    """Training cannot continue; says what happened and what to do about it."""
 
 
 class PeerError(TrainingError):
-    """Another rank failed, and its own message has been shown there."""
+    """Another rank failed, and has shown its own message."""
 
 
 class StopRequested(Exception):

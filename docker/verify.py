@@ -6,6 +6,7 @@ python docker/verify.py constraints STACK  the table's torch and torchvision, fo
 """
 
 import hashlib
+import re
 import sys
 from pathlib import Path
 
@@ -14,12 +15,26 @@ sys.path.insert(0, str(ROOT))
 
 from common.launch.stack import (
     differences,
-    locked_versions,
     mapped_libraries,
     running_versions,
     stacks,
     strangers,
 )
+
+# What a lock calls the parts of a stack; of the run-time library's version, CUDA's is two numbers.
+_WHEELS = {
+    "torch": r"torch==(\S+)",
+    "torchvision": r"torchvision==(\S+)",
+    "cuda": r"nvidia-cuda-runtime(?:-cu\d+)?==(\d+\.\d+)",
+    "nccl": r"nvidia-nccl-cu\d+==(\S+)",
+    "cudnn": r"nvidia-cudnn-cu\d+==(\S+)",
+}
+
+
+def locked_versions(lock: str) -> dict[str, str]:
+    """The versions of a stack's parts in the text of a lock file."""
+    found = {part: re.search(rf"(?m)^{wheel}", lock) for part, wheel in _WHEELS.items()}
+    return {part: match[1] if match else "none" for part, match in found.items()}
 
 
 def main(what: str, stack: str, sha256: str | None = None) -> str | None:

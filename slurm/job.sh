@@ -90,7 +90,7 @@ if [[ ${CONTAINER:-} ]]; then # the image has its own code and interpreter
 fi
 
 one_process() { # whether one process may drive several GPUs
-    grep -qE '^LAUNCHED = "(one|stages)"' "$root/recipes/$recipe/train.py"
+    grep -qE '^LAUNCHED = "(one|stages)"' "$root/recipes/$recipe/__init__.py"
 }
 
 refuse_idle_or_shared_gpus() { # RANKS_A_NODE

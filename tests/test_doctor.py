@@ -122,7 +122,7 @@ def test_a_machine_with_many_faults(recipe: Recipe) -> None:
     assert said.count("\n           -> ") >= 10, "each with what to do"
     status, said = run(recipe, "env", "-u", "LD_LIBRARY_PATH", f"LD_PRELOAD={other}/libcuda.so.1")
     assert status == 1
-    assert "error    software: this host's NVIDIA driver knows CUDA 12.4 at most" in said
+    assert "error    software: this host's NVIDIA driver supports CUDA 12.4 at most" in said
 
 
 @pytest.fixture

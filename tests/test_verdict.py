@@ -11,7 +11,7 @@ import pytest
 
 from common.launch import hints
 from common.launch.port import bind
-from common.launch.start import Child, _verdict
+from common.launch.report import show_cause
 from tests.conftest import Recipe, wait_for
 
 GONE = RuntimeError("Read error [127.0.0.1]:60649: Connection reset by peer")
@@ -55,8 +55,7 @@ def test_the_failure_that_the_others_follow_from_is_shown(
     errors = tmp_path / "errors"
     lines = [*map(json.dumps, left), '{"rank": 3, "li']  # the last one was killed while it wrote
     errors.write_text("\n".join(lines))
-    children = [(Child(rank, 0, lambda: None), status) for rank, status in failed]
-    assert _verdict(children, silent, errors) == 1
+    assert show_cause(failed, silent, errors) == 1
     first = capsys.readouterr().err.strip().splitlines()[0]
     assert first.startswith("error: ")
     assert re.search(shown, first), first

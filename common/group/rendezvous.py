@@ -17,8 +17,8 @@ from common.group.collectives import gather
 from common.group.devices import choose_backend
 from common.group.interfaces import choose_interface, interface_names
 from common.launch.port import bind, unresolved
-from common.launch.process import report
 from common.launch.ranks import Ranks
+from common.launch.report import report
 
 # Ranks on other hosts can never reach a master on loopback, so a short time-out is enough.
 _LOOPBACK_TIMEOUT_S = 20.0

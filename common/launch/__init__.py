@@ -1,14 +1,14 @@
 """Who is this process, who starts the others, and how do they all end.
 
-Ranks from any launcher's environment, ranks started on this machine, the one `error:` line and the
-exit status; advice for known failures (`hints`), and whether CUDA, NCCL and the driver are the
-pinned ones (`stack`). Nothing here imports torch when it is imported: a launcher starts at once,
-and bad usage is refused before torch is loaded.
+Finds the ranks in any launcher's environment (`ranks`), starts ranks on this machine (`start`), is
+a rank (`process`), reports failures as one `error:` line (`report`) with advice (`hints`), and
+checks CUDA, NCCL and the driver (`stack`). Importing this room imports no torch: a launcher starts
+at once, and bad usage is refused before torch is loaded.
 
 Environment variables of the project, all of them:
 
-    RECIPES_ERRORS        where ranks leave their errors for the process that started them
-    RECIPES_PARENT        its process id: a rank ends when that process does
+    RECIPES_ERRORS        file in which ranks leave their errors for the process that started them
+    RECIPES_PARENT        that process's id: a rank ends when that process ends
     RECIPES_COMMAND       the command that the user typed
     RECIPES_LISTEN_FD     rank 0's socket, bound by the launcher
     RECIPES_STOP_MARK     file that a rank leaves when it stops before it trains (slurm/)

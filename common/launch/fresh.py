@@ -1,4 +1,4 @@
-"""Python programs in processes of their own, as if nobody had launched this one."""
+"""Run Python programs as if no launcher had started this process."""
 
 import os
 import subprocess
@@ -6,10 +6,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from common.errors import InputError, TrainingError
+from common.errors import STATUS_BAD_INPUT, InputError, TrainingError
 from common.launch.process import end_with_parent, python_path
 
-# What runs here is started by nobody but us, even where srun or torchrun started us.
 _OF_A_LAUNCHER = (
     "RANK",
     "WORLD_SIZE",
@@ -26,15 +25,10 @@ _OF_A_LAUNCHER = (
 def run_fresh(
     module: str, arguments: Sequence[str | Path], env: Mapping[str, str] | None = None
 ) -> str:
-    """Run `python -m MODULE ARGUMENTS` to its end and return what it printed.
-
-    Args:
-        module: to run.
-        arguments: of its command line.
-        env: variables to set besides this process's own.
+    """Run `python -m MODULE ARGUMENTS`, with `env` added to the environment; return its stdout.
 
     Raises:
-        InputError: it ended with status 2; its own error line.
+        InputError: it ended with status 2; holds its error line.
         TrainingError: it failed otherwise.
     """
     done = subprocess.run(
@@ -48,7 +42,7 @@ def run_fresh(
         return done.stdout
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     message = lines[-1].removeprefix("error: ") if lines else done.stderr[-500:]
-    kind = InputError if done.returncode == 2 else TrainingError
+    kind = InputError if done.returncode == STATUS_BAD_INPUT else TrainingError
     raise kind(f"{' '.join(map(str, arguments))}: {message}")
 
 

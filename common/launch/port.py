@@ -1,4 +1,4 @@
-"""The port at which the ranks meet: bound before anything else, so that nobody takes it."""
+"""The port where the ranks meet: taken before they start, so that no other program takes it."""
 
 import errno
 import socket
@@ -7,17 +7,16 @@ from common.errors import InputError
 
 
 def bind(address: str, port: int, *, several_hosts: bool) -> socket.socket:
-    """Listen where the ranks will look for rank 0's store, and nowhere else.
+    """Listen on rank 0's address only, because the store there has no authentication.
 
-    The store has no authentication, so it listens only on rank 0's address. There are two
-    exceptions, in which it listens on all interfaces: the address is none of this host's (it is
-    translated on the way), or several hosts are given a name, which each host may resolve to
-    another address (Debian resolves a host's own name to loopback).
+    In two cases it has to listen on all interfaces: this host does not have the address (it is
+    translated on the way), or ranks on several hosts are given a name, which each host may resolve
+    to another address (Debian resolves a host's own name to loopback).
 
     Args:
-        address: rank 0's, as the ranks are given it.
-        port: 0 for any free one.
-        several_hosts: ranks are on other hosts too, as far as is known.
+        address: of rank 0, as the ranks are given it.
+        port: 0 for any free port.
+        several_hosts: whether some ranks are on other hosts.
 
     Raises:
         OSError: the port is in use, or the address does not resolve.
@@ -35,7 +34,7 @@ def bind(address: str, port: int, *, several_hosts: bool) -> socket.socket:
 
 
 def listen(address: str, port: int, *, several_hosts: bool = False) -> socket.socket:
-    """`bind` now and keep the socket, so that none can take the port before rank 0 listens.
+    """Like `bind`, for a launcher.
 
     Raises:
         InputError: the port is in use, or the address does not resolve.
@@ -47,13 +46,13 @@ def listen(address: str, port: int, *, several_hosts: bool = False) -> socket.so
     except OSError as error:
         raise InputError(
             f"port {port} on {socket.gethostname()} cannot be taken ({error.strerror}): give "
-            "another --master-port, or none to have a free one chosen"
+            "another --master-port, or leave it out to get a free port"
         ) from error
 
 
 def unresolved(address: str, error: OSError) -> str:
-    """What is said of a MASTER_ADDR that no name server knows."""
+    """The message for a MASTER_ADDR that does not resolve."""
     return (
         f"MASTER_ADDR {address!r} does not resolve on host {socket.gethostname()} ({error}): "
-        "give rank 0's host by an address that every host knows"
+        "give an address of rank 0's host that every host can resolve"
     )

@@ -4,7 +4,6 @@ The loop and its step stay in the recipe. The order of events between two steps,
 resume depends, is here in one place.
 """
 
-import gc
 import os
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -17,7 +16,6 @@ from common.data.stream import GlobalBatches
 from common.errors import StopRequested
 from common.files import save_weights
 from common.group.collectives import gather_numbers
-from common.launch import hints
 from common.measure import Throughput, peak_memory_bytes
 from common.run import snapshot, snapshot_files
 from common.run.folder import Run
@@ -60,7 +58,6 @@ class Loop:
         self.state = TrainingState(parts, loss_sum, sharded)
         total_steps = options.epochs * batches.steps_per_epoch
         self.last_step = min(options.max_steps or total_steps, total_steps)
-        hints.global_batch_size = batches.global_batch_size
         self._identity = run.identity(batches.global_batch_size, data.fingerprint)
 
     def resume(self) -> bool:
@@ -82,7 +79,6 @@ class Loop:
 
     def epochs(self) -> range:
         """Begin to listen for stop signals; return the epochs still to do, counted from 0."""
-        gc.set_threshold(700, 10, 10)  # as it is in Python
         self._stop, self._speed = StopAgreement(), Throughput(self.run.devices)
         self._progress = progress_bar(self.last_step, self.state.step, self.run.ranks)
         first, end = self.state.epoch, -(-self.last_step // self.batches.steps_per_epoch)

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 _STARTED_S = time.monotonic()
 
-if __package__ in (None, ""):  # started as a file: the repository is not on the path yet
+if not __package__:  # started as a file: the repository is not on the path yet
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
@@ -47,7 +47,6 @@ from common.run.manifest import describe_run
 from common.run.options import flatten
 
 NAME = "check_network"
-LAUNCHED = "ranks"  # see common.cli
 
 
 @dataclass(frozen=True)
@@ -236,7 +235,7 @@ def report(found: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from a command line; returns the exit status."""
-    return cli.run(NAME, Config, train, sys.argv[1:] if arguments is None else arguments)
+    return cli.run(NAME, Config, train, arguments)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,3 @@
-"""DistributedDataParallel, started by a launcher."""
+"""See train.py."""
+
+LAUNCHED = "ranks"  # see recipes/__main__.py

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-if __package__ in (None, ""):  # started as a file: the repository is not on the path yet
+if not __package__:  # started as a file: the repository is not on the path yet
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
@@ -51,7 +51,6 @@ from common.training.optimizer import OptimizerOptions, make_sgd, set_lr
 from common.training.virtual_ranks import use_virtual_ranks
 
 NAME = "ddp_launch"
-LAUNCHED = "ranks"  # see common.cli
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from a command line; returns the exit status."""
-    return cli.run(NAME, Config, train, sys.argv[1:] if arguments is None else arguments)
+    return cli.run(NAME, Config, train, arguments)
 
 
 if __name__ == "__main__":

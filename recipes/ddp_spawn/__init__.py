@@ -1,1 +1,3 @@
-"""DistributedDataParallel, started by torch.multiprocessing."""
+"""See train.py."""
+
+LAUNCHED = "spawn"  # see recipes/__main__.py

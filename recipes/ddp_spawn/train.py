@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from socket import socket
 
-if __package__ in (None, ""):  # started as a file: the repository is not on the path yet
+if not __package__:  # started as a file: the repository is not on the path yet
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
@@ -55,7 +55,6 @@ from common.training.optimizer import OptimizerOptions, make_sgd, set_lr
 from common.training.virtual_ranks import use_virtual_ranks
 
 NAME = "ddp_spawn"
-LAUNCHED = "spawn"  # see common.cli
 
 
 @dataclass(frozen=True)
@@ -185,7 +184,7 @@ def spawn(config: Config, nproc: int) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from a command line; returns the exit status."""
-    return cli.run(NAME, Config, train, sys.argv[1:] if arguments is None else arguments, spawn)
+    return cli.run(NAME, Config, train, arguments, spawn)
 
 
 if __name__ == "__main__":

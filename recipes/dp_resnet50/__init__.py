@@ -1,1 +1,3 @@
 """See train.py."""
+
+LAUNCHED = "one"  # see recipes/__main__.py

@@ -2,7 +2,7 @@
 
 The batch is split over the GPUs, each computes on its copy, and GPU 0 gathers the outputs and the
 gradients and takes the step: the first way to use several GPUs that people meet, here to be
-measured against the better one (`--compare ddp`). Use it for a quick try on one machine; for
+measured against the better one (`--compare`). Use it for a quick try on one machine; for
 anything that runs for long use ddp_launch. With fewer than two GPUs it replicates nothing.
 
     make run RECIPE=dp_resnet50                                      all visible GPUs, or the CPU
@@ -21,10 +21,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
-if __package__ in (None, ""):  # started as a file: the repository is not on the path yet
+if not __package__:  # started as a file: the repository is not on the path yet
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
@@ -58,7 +57,6 @@ from common.training.models import (
 from common.training.optimizer import OptimizerOptions, make_sgd, set_lr
 
 NAME = "dp_resnet50"
-LAUNCHED = "one"  # see common.cli
 
 
 @dataclass(frozen=True)
@@ -210,12 +208,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from a command line; returns the exit status."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    for place, (option, value) in enumerate(pairwise(arguments)):
-        if (option, value) == ("--compare", "ddp"):  # the only thing to compare with
-            del arguments[place + 1]
-            break
-    return cli.run(NAME, Config, train, arguments, processes=lambda config: 1)
+    return cli.run(NAME, Config, train, arguments)
 
 
 if __name__ == "__main__":

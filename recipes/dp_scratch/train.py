@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-if __package__ in (None, ""):  # started as a file: the repository is not on the path yet
+if not __package__:  # started as a file: the repository is not on the path yet
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
@@ -49,7 +49,6 @@ from common.training.evaluate import evaluate
 from common.training.optimizer import OptimizerOptions
 
 NAME = "dp_scratch"
-LAUNCHED = "one"  # see common.cli
 
 
 @dataclass(frozen=True)
@@ -262,8 +261,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from a command line; returns the exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    return cli.run(NAME, Config, train, arguments, processes=lambda config: 1)
+    return cli.run(NAME, Config, train, arguments)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,3 @@
 """See train.py."""
+
+LAUNCHED = "stages"  # see recipes/__main__.py

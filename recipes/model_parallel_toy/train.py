@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-if __package__ in (None, ""):  # started as a file: the repository is not on the path yet
+if not __package__:  # started as a file: the repository is not on the path yet
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
@@ -56,7 +56,6 @@ from common.training.optimizer import OptimizerOptions, make_sgd, set_lr
 from recipes.model_parallel_toy.split import Split, StageState, cut, generated_points
 
 NAME = "model_parallel_toy"
-LAUNCHED = "stages"  # see common.cli
 
 
 @dataclass(frozen=True)
@@ -247,10 +246,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from a command line; returns the exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    return cli.run(
-        NAME, Config, train, arguments, processes=lambda config: config.parallel.processes
-    )
+    return cli.run(NAME, Config, train, arguments, processes=lambda c: c.parallel.processes)
 
 
 if __name__ == "__main__":

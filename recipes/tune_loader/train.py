@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-if __package__ in (None, ""):  # started as a file: the repository is not on the path yet
+if not __package__:  # started as a file: the repository is not on the path yet
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
@@ -47,7 +47,6 @@ from common.run.options import flatten
 from recipes.tune_loader.streams import make_stream_loader
 
 NAME = "tune_loader"
-LAUNCHED = "one"  # see common.cli
 
 
 @dataclass(frozen=True)
@@ -189,8 +188,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from a command line; returns the exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    return cli.run(NAME, Config, train, arguments, processes=lambda config: 1)
+    return cli.run(NAME, Config, train, arguments)
 
 
 if __name__ == "__main__":

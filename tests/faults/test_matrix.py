@@ -77,7 +77,7 @@ FAULTS = {
     "is killed": Fault(rf"error: rank 1 on {HERE} was killed by SIGKILL: out of memory\?"),
     "stops answering": Fault(rf"error: rank 1 on {HERE} stopped answering \(stopped by a signal\)"),
     "runs out of memory": Fault(
-        rf"error: rank 1 on {HERE}: .*out of memory: try --global-batch-size 48"
+        rf"error: rank 1 on {HERE}: .*out of memory: try half the --global-batch-size"
     ),
     "loses a loading process": Fault(
         rf"error: rank [01] on {HERE}: .*a loading process died",

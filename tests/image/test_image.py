@@ -329,7 +329,7 @@ python -m recipes ddp_launch --nproc 1; echo status $?
     done = engine.run("run", "--rm", "--entrypoint", "sh", image, "-c", script)
     assert re.findall(r"status (\d)", done.stdout) == ["1", "2"]
     for line in re.findall("(?m)^error: .*$", done.stderr):
-        assert "/tmp/libnvJitLink.so.13 is not of the locked wheels" in line
+        assert "/tmp/libnvJitLink.so.13 is not from the locked wheels" in line
 
 
 def test_another_stack_is_refused(engine: Engine, image: str) -> None:
@@ -346,7 +346,7 @@ def test_an_old_driver_is_refused(engine: Engine, image: str, tmp_path: Path) ->
     done = run(engine, "ddp_launch", "--nproc", "2", docker=docker)
     assert done.status == 2
     (line,) = done.errors
-    assert "driver knows CUDA 12.4 at most" in line
+    assert "driver supports CUDA 12.4 at most" in line
     assert "needs driver 580 or newer" in line
     assert "take stack cu128 (STACK=cu128)" in line
     run(engine, "ddp_launch", "--max-steps", "1", "--device", "cpu", docker=docker).assert_ok()

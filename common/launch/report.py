@@ -1,0 +1,146 @@
+"""Failures: a rank reports its error, and the process that started the ranks shows the cause."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.errors import (
+    STATUS_BAD_INPUT,
+    STATUS_FAILED,
+    STATUS_FINISHED,
+    STATUS_STOPPED,
+    InputError,
+    PeerError,
+    TrainingError,
+)
+from common.launch import hints
+from common.launch.ranks import Ranks
+
+
+def say(text: str) -> None:
+    """Write to stderr at once."""
+    print(text.rstrip(), file=sys.stderr, flush=True)
+
+
+def report(error: Exception, ranks: Ranks) -> int:
+    """Show `error`, or leave it for the process that started this rank; return the exit status."""
+    from tqdm import tqdm
+
+    for bar in list(getattr(tqdm, "_instances", ())):
+        bar.close()  # else the error would begin behind the bar
+    expected = isinstance(error, InputError | TrainingError)
+    follows = isinstance(error, PeerError) or (not expected and hints.follows(error))
+    status = STATUS_BAD_INPUT if isinstance(error, InputError) else STATUS_FAILED
+    line = _error_line(error, ranks)
+    trace = "" if expected else "".join(traceback.format_exception(error))
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        # torchrun shows the first failure; of two within a second, that of the lower rank.
+        if follows:
+            time.sleep(1)
+        else:
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(error)
+    if errors := os.environ.get("RECIPES_ERRORS"):
+        entry = {
+            "rank": ranks.rank,
+            "time": time.monotonic(),
+            "line": line,
+            "traceback": trace,
+            "status": status,
+            "follows": follows,
+            "timed_out": follows and hints.timed_out(error),
+        }
+        try:
+            with Path(errors).open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+        except OSError:  # the process that started this rank is gone
+            say(f"{line}\n{trace}")
+    elif isinstance(error, InputError) and error.agreed and ranks.rank > 0:
+        time.sleep(1)  # rank 0 shows it; mpirun and torchrun end all ranks when the first one ends
+    elif not isinstance(error, PeerError):
+        say(f"{line}\n{trace}")
+    return status
+
+
+def _error_line(error: Exception, ranks: Ranks) -> str:
+    """What happened, on which rank and host, and what to do."""
+    message = " ".join(_own_message(error).split())
+    if not isinstance(error, InputError | TrainingError):
+        advice = hints.hint(f"{type(error).__name__} {message}")
+        message = f"{_shortened(message)}: {advice}" if advice else message
+    if isinstance(error, InputError) and (error.agreed is not False or ranks.is_main):
+        return f"error: {message}"  # the same on every rank
+    return f"error: rank {ranks.rank} on {socket.gethostname()}: {message}"
+
+
+def _own_message(error: Exception) -> str:
+    """The message without the traceback that a DataLoader puts in front of it."""
+    text = str(error)
+    if "in DataLoader worker process" in text:
+        text = text.strip().splitlines()[-1].split(": ", 1)[-1]
+    return text or type(error).__name__
+
+
+def _shortened(message: str) -> str:
+    """The first sentence of a long torch message, without its source file."""
+    message = re.sub(r"^\[(enforce fail at )?\S+\.(cc|cpp):\d+\] ", "", message)
+    return re.sub(r"\. .*", "", message) if len(message) > 160 else message.rstrip(".")
+
+
+def show_cause(failed: Sequence[tuple[int, int]], silent: dict[int, str], errors: Path) -> int:
+    """Show the failure that caused the others; return the exit status of the run.
+
+    A killed rank reports nothing, and its peers report that it is gone: the kill is the cause.
+    NCCL aborts the peers of a rank that failed by itself: that rank's report is the cause.
+
+    Args:
+        failed: rank and exit status (negative: a signal) of the ranks that ended, in that order.
+        silent: ranks that had to be killed because they did not end, and what each was doing.
+        errors: file with the ranks' reports.
+    """
+    statuses = {status for _, status in failed}
+    if statuses <= {STATUS_STOPPED}:
+        return STATUS_STOPPED if failed else STATUS_FINISHED
+    reports = []
+    for text in errors.read_text().splitlines():
+        with contextlib.suppress(ValueError):  # a rank was killed while it wrote
+            reports.append(json.loads(text))
+    reports.sort(key=lambda entry: entry["time"])
+    own = next((entry for entry in reports if not entry["follows"]), None)
+    reported = {entry["rank"] for entry in reports}
+    killed = [(r, s) for r, s in failed if s < 0 and not (own and s == -signal.SIGABRT)]
+    mute = [(r, s) for r, s in failed if s not in (0, STATUS_STOPPED) and r not in reported]
+    busy = set(silent.values()) != {"waiting"}
+    host = socket.gethostname()
+    if killed:
+        rank, status = killed[0]
+        name = signal.Signals(-status).name
+        # On a new line, because a progress bar may be on this one.
+        say(f"\nerror: {hints.with_hint(f'rank {rank} on {host} was killed by {name}')}")
+    elif own:
+        say(f"{own['line']}\n{own['traceback']}")
+        return int(own["status"])
+    elif mute:
+        rank, status = mute[0]
+        say(f"error: rank {rank} on {host} exited with status {status}; its message is above")
+        return STATUS_BAD_INPUT if status == STATUS_BAD_INPUT else STATUS_FAILED
+    elif silent and (not reports or (reports[0]["timed_out"] and busy)):
+        rank, state = max(silent.items(), key=lambda item: item[1] != "waiting")
+        say(
+            f"error: rank {rank} on {host} stopped answering ({state}); the other ranks waited "
+            "--timeout-s for it"
+        )
+    else:  # the cause is on another host, or a rank waits for a peer that does not answer
+        ranks = ", ".join(map(str, silent))
+        waited = f" (rank {ranks} here went on waiting)" if silent else ""
+        say(f"{reports[0]['line']}{waited}\n{reports[0]['traceback']}")
+    return STATUS_FAILED
