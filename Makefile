@@ -99,7 +99,7 @@ audit: $(INSTALLED_DEV) ## Look up the locked packages' known vulnerabilities (a
 		--strict --disable-pip --no-deps --requirement $$lock $(ARGS) || exit; done
 
 bench: $(INSTALLED_DEV) ## Measure a step, photos, snapshots, two hosts (root), or with RECIPE=NAME a recipe beside its alternatives; renews results
-	@$(PYTHON) -m $(if $(RECIPE),tools.bench $(RECIPE),benchmarks) $(ARGS)
+	@$(PYTHON) -m tools.bench $(RECIPE) $(ARGS)
 
 bench-peers: $(INSTALLED_PEERS) ## Measure ddp_launch beside bare PyTorch, Accelerate, Fabric, Lightning's Trainer; renews benchmarks/peers
 	@$(PYTHON) -m benchmarks.peers $(ARGS)

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import __main__ as parts
 from benchmarks import network, snapshots
 from benchmarks import step as options
-from benchmarks.peers import __main__ as peers
+from benchmarks.peers import compare as peers
 from benchmarks.peers.measure import from_stamps, read_stamps, snapshot_step
 from benchmarks.peers.task import (
     GLOBAL_BATCH_SIZE,
@@ -107,7 +106,7 @@ def test_bad_usage_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(peers.NEEDS, "fabric", "no_such_library")
-    assert cli.attempt(lambda: peers.main(arguments)) == 2
+    assert bench.main(["peers", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert says in line
@@ -115,8 +114,8 @@ def test_bad_usage_is_one_line(
 
 @pytest.mark.parametrize("path", [*ROOT.glob("benchmarks/peers/results/peers.json")])
 def test_the_page_shows_what_was_measured(path: Path) -> None:
-    page = (path.parents[1] / "README.md").read_text()
-    written = page.partition(peers.BEGIN)[2].partition(peers.END)[0].strip()
+    page, (begin, end) = (path.parents[1] / "README.md").read_text(), bench.marks("results")
+    written = page.partition(begin)[2].partition(end)[0].strip()
     result = json.loads(path.read_text())
     assert written == bench.markdown(result, "peers")
     assert result["tables"] == peers.tables(result["runs"])
@@ -181,12 +180,12 @@ def test_windows_with_a_snapshot_and_without() -> None:
     assert snapshots.windows(steps_s) == [(24, 20)] * 3
 
 
-@pytest.mark.parametrize("part", [*parts.PARTS, *parts.ON_DEMAND])
+@pytest.mark.parametrize("part", [*bench.PARTS, *bench.ON_DEMAND])
 def test_the_page_of_a_part_shows_what_was_measured(part: str) -> None:
     page = (ROOT / "benchmarks" / "README.md").read_text()
-    written = page.partition(f"<!-- {part}: written by make bench -->")[2]
+    begin, end = bench.marks(part)
     result = json.loads((ROOT / "benchmarks" / "results" / f"{part}.json").read_text())
-    shown = written.partition(f"<!-- end of {part} -->")[0].strip()
+    shown = page.partition(begin)[2].partition(end)[0].strip()
     assert shown == bench.markdown(result, part)
     if part == "step":
         assert result["tables"] == [options.table(result["runs"], result["whole"], 5)]
@@ -201,10 +200,13 @@ def test_what_needs_root_is_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    assert cli.attempt(lambda: parts.main([])) == 2
+    assert bench.main([]) == 2
     assert "network needs root" in capsys.readouterr().err
 
 
 def test_parts_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.attempt(lambda: parts.main(["nothing"])) == 2
-    assert "no part nothing: step, input, snapshots, network" in capsys.readouterr().err
+    assert bench.main(["nothing"]) == 2
+    assert (
+        "no benchmark 'nothing': choose from step, input, snapshots, network"
+        in capsys.readouterr().err
+    )

@@ -40,7 +40,7 @@ def main() -> None:
     """Renew the page's table from the result."""
     page = ROOT / "docs" / "faults.md"
     rows = json.loads(RESULT.read_text())["rows"]
-    page.write_text(put_between(page.read_text(), BEGIN, END, table(rows)))
+    put_between(page, BEGIN, END, table(rows))
 
 
 if __name__ == "__main__":
