@@ -113,9 +113,9 @@ def test_a_machine_with_many_faults(recipe: Recipe) -> None:
         "error    network: MASTER_ADDR 'no-such-host.invalid' does not resolve",
         "warning  network: host name a-name-that-nobody-knows does not resolve",
         "warning  shared memory: /dev/shm has 8 MiB free",
-        "warning  limits: 200 open files a process",
+        "warning  limits: 200 open files per process",
         "warning  limits: InfiniBand cards, but only 64 KiB of locked memory",
-        "warning  cores: the container or job may use 0.5 cores' time of",
+        "warning  cores: the container or job may use the time of 0.5 cores, of",
         "warning  memory: 0.5 GiB available",
     ):
         assert f"  {line}" in said, said
@@ -219,7 +219,7 @@ def test_limits_are_those_of_this_process(where: Where) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard))
     try:
-        assert ("warning", "500 open files a process") in unwell(doctor.limits(where))
+        assert ("warning", "500 open files per process") in unwell(doctor.limits(where))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -290,5 +290,5 @@ def test_in_a_job_every_rank_takes_part(recipe: Recipe) -> None:
     assert "rank 0 of 2" in first.stdout
     assert "all-reduce: every rank met the others" in first.stdout
     here = socket.gethostname()
-    assert f"  warning  rank 1 on {here}: limits: 200 open files a process\n" in second.stderr
+    assert f"  warning  rank 1 on {here}: limits: 200 open files per process\n" in second.stderr
     assert "ok " not in second.stderr
