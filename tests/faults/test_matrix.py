@@ -23,7 +23,7 @@ from common.run import snapshot_files
 from tests.conftest import Recipe, Result, need, small_disk, wait_for
 from tests.faults import matrix
 from tests.test_data import flowers
-from tests.test_two_hosts import ADDRESSES, two_hosts
+from tests.test_two_hosts import launched, two_hosts
 
 pytestmark = pytest.mark.slow
 
@@ -253,27 +253,12 @@ def hosts() -> Iterator[Hosts]:
 
 
 def start_on_both(scene: Scene, hosts: Hosts, timeout_s: int = TIMEOUT_S, **env: str) -> list[Any]:
-    """ddp_launch, a process a host."""
+    """ddp_launch, one process per host."""
     return [
         scene.recipe.start(
             *hosts.run(
                 node,
-                *scene.recipe.command(
-                    "ddp_launch",
-                    "--nproc",
-                    "1",
-                    "--nnodes",
-                    "2",
-                    "--node-rank",
-                    str(node),
-                    "--master-addr",
-                    ADDRESSES[0],
-                    "--master-port",
-                    "29500",
-                    *OPTIONS,
-                    "--timeout-s",
-                    str(timeout_s),
-                ),
+                *launched(scene.recipe, node, *OPTIONS, "--timeout-s", str(timeout_s)),
             ),
             env={**scene.env, "STEP_S": "0.3", **env},
         )
