@@ -1,4 +1,4 @@
-"""Photos from JPEG files to normalised batches, beside the classic pipeline of Pillow."""
+"""Loading photos: JPEG files to normalised batches, beside the classic pipeline with Pillow."""
 
 import statistics
 import sys
@@ -59,7 +59,7 @@ def write_photos(root: Path, train: int = PHOTOS) -> None:
 
 
 def samples_per_s(batches: Iterable[Sequence[Tensor]]) -> float:
-    """Over some epochs, after one in which the loading processes start."""
+    """Speed over EPOCHS epochs, after one epoch in which the loading processes start."""
     for _ in batches:
         pass
     start_s = time.perf_counter()
@@ -68,7 +68,7 @@ def samples_per_s(batches: Iterable[Sequence[Tensor]]) -> float:
 
 
 def run_variant(variant: str, root: Path) -> float:
-    """Load and normalise with nothing else to do [samples/s]."""
+    """Speed of loading and normalising, without training [samples/s]."""
     torch.set_num_threads(1)
     if variant != "classic":
         keep_freed_memory()  # as every rank does
@@ -93,7 +93,7 @@ def run_variant(variant: str, root: Path) -> float:
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
-    """The pipelines in turn, each in a fresh process."""
+    """The pipelines take turns, each in a fresh process."""
     write_photos(folder)
 
     def one(variant: str, _round: int) -> float:

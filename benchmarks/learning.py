@@ -1,10 +1,10 @@
-"""Does it learn as well as others' code? ddp_launch beside a trainer of torchvision's own parts.
+"""Does a model learn as well as with other code? ddp_launch beside a plain torchvision trainer.
 
-The plain trainer below shares no code with the recipe but the picture files of its first task: its
-models, initial weights, transforms, data sets and samplers are torchvision's and torch's.
+The plain trainer below shares only the photos with the recipe. Its models, initial weights,
+transforms, data sets and samplers are those of torchvision and torch.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 \
-        -m benchmarks.learning TASK SEED FOLDER     what `measure` runs: the plain trainer
+        -m benchmarks.learning TASK SEED FOLDER     the plain trainer; `measure` starts it
 """
 
 import json
@@ -34,7 +34,7 @@ from tools.comparison import in_turn, run_recipe, spread
 
 @dataclass(frozen=True)
 class Task:
-    """What both trainers are given: a ResNet-18, SGD with momentum 0.9 and a cosine."""
+    """What both trainers do: a ResNet-18, SGD with momentum 0.9, a cosine schedule."""
 
     title: str
     data: tuple[str, ...]
@@ -78,7 +78,7 @@ def write_photos(root: Path, train: int = 800, val: int = 200) -> None:
 
 
 class Digits(Dataset[tuple[Any, int]]):
-    """scikit-learn's digits as pictures."""
+    """scikit-learn's digits as images of Pillow."""
 
     def __init__(self, transform: Any) -> None:
         self.digits, self.transform = load_digits(), transform
@@ -92,7 +92,7 @@ class Digits(Dataset[tuple[Any, int]]):
 
 
 def make_plain(task: str, seed: int, folder: Path) -> tuple[Dataset[Any], Dataset[Any], nn.Module]:
-    """Training data, validation data and model, as torchvision's documentation has them."""
+    """Training data, validation data and model, as in torchvision's documentation."""
     if task == "photos":
         normal = [
             transforms.ToTensor(),
@@ -170,7 +170,7 @@ def train_recipe(name: str, options: Sequence[str | Path], seed: int, folder: Pa
 
 
 def train_task(task: str, trainer: str, seed: int, folder: Path) -> list[float]:
-    """Validation accuracy after each epoch of a task by one of the trainers, on two processes."""
+    """Validation accuracy after each epoch of one trainer on one task, on two processes."""
     photos, given = folder / "photos", TASKS[task]
     if trainer == "plain":
         command = ["--standalone", "--nproc-per-node", "2", "-m", "benchmarks.learning"]
@@ -185,7 +185,7 @@ def train_task(task: str, trainer: str, seed: int, folder: Path) -> list[float]:
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
-    """Both tasks by both trainers, ResNet-50's first weights, and the default run, by seed."""
+    """Both trainers on both tasks, both initialisations of ResNet-50, and the default run."""
     write_photos(folder / "photos")
     variants = [f"{task} {trainer}" for task in TASKS for trainer in TRAINERS]
 
@@ -208,7 +208,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
 def tables(
     runs: Mapping[str, list[list[float]]], default: Mapping[str, list[list[float]]]
 ) -> list[dict[str, Any]]:
-    """By epoch for the tasks; half-way and at the end for the others."""
+    """The tasks by epoch; the other runs half-way and at the end."""
     seeds = len(next(iter(runs.values())))
     longest = max(task.epochs for task in TASKS.values())
     rows = []
@@ -242,7 +242,7 @@ def tables(
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Accuracy by epoch: a line for the median, a band from the least to the most."""
+    """Accuracy by epoch: a line for the median, a band from the lowest to the highest."""
 
     def plot(*panels: Any) -> None:
         for axes, (name, task) in zip(panels, TASKS.items(), strict=True):

@@ -1,4 +1,4 @@
-"""What `make bench-peers` computes, and that it runs."""
+"""What `make bench` and `make bench-peers` compute, and that they run."""
 
 import json
 import sys
@@ -63,7 +63,9 @@ def test_a_run_of_other_steps_or_processes_is_refused(tmp_path: Path) -> None:
         (tmp_path / f"rank_{rank}.json").write_text(json.dumps(content))
     assert read_stamps(tmp_path, 2, 2) == ([1.0, 2.0], 30)
     for processes, steps in ((1, 2), (3, 2), (2, 3)):
-        with pytest.raises(TrainingError, match=f"{steps} steps of {processes} processes were due"):
+        with pytest.raises(
+            TrainingError, match=f"{steps} steps of {processes} processes were expected"
+        ):
             read_stamps(tmp_path, processes, steps)
 
 

@@ -27,12 +27,12 @@ from tools.comparison import median, spread
 CONTESTANTS = ("bare", "ddp_launch", "ddp_launch, again", "accelerate", "fabric", "trainer")
 NEEDS = {"accelerate": "accelerate", "fabric": "lightning", "trainer": "lightning"}
 MODULES = {"bare": "bare"} | {name: f"with_{name}" for name in NEEDS}
-# A thread a rank, which is ddp_launch's default and torchrun's; no GPU even where there is one.
+# One thread per rank, the default of ddp_launch and torchrun; no GPU, even if there is one.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def command_of(name: str, task: Task) -> list[str]:
-    """The command that a user of the contestant would type."""
+    """The command that a user of this library would type."""
     steps, save = str(task.steps), str(task.snapshot_after)
     if name not in MODULES:
         return [
@@ -73,10 +73,10 @@ def command_of(name: str, task: Task) -> list[str]:
 
 
 def run_once(name: str, task: Task) -> dict[str, Any]:
-    """Run a contestant to its end, with the instrument in each of its processes.
+    """Run a contestant to its end, with inject/sitecustomize.py in each of its processes.
 
     Raises:
-        TrainingError: it failed, or did something else than was asked for.
+        TrainingError: it failed, or took another number of steps or processes.
     """
     environment = instrumented(task.folder, **ENVIRONMENT)
     who = f"{name} on {task.processes} processes"
@@ -91,10 +91,10 @@ def run_once(name: str, task: Task) -> dict[str, Any]:
             text=True,
             preexec_fn=end_with_parent,
         )
-        total_s = time.time() - started  # its processes have closed their output
+        total_s = time.time() - started  # all its processes have closed their output
         if "terminate called without an active exception" not in done.stderr or aborted == 3:
             break
-        aborted += 1  # seen of Accelerate under torch 2.15, when all was done
+        aborted += 1  # Accelerate 1.15 with torch 2.15 sometimes aborts after its work is done
     if done.returncode:
         raise TrainingError(f"{who} ended with status {done.returncode}: {done.stderr[-800:]}")
     try:
@@ -158,13 +158,13 @@ def measure(options: Sequence[str], folder: Path, rounds: int) -> dict[str, Any]
 
 
 def relative(runs: dict[str, list[Any]], name: str) -> list[float]:
-    """Steps/s over that of the first contestant, which is bare, in the same round."""
+    """Steps/s relative to the first contestant (bare) in the same round."""
     pairs = zip(runs[name], next(iter(runs.values())), strict=True)
     return [run["steps_per_s"] / other["steps_per_s"] for run, other in pairs]
 
 
 def in_words(processes: str) -> str:
-    """With the plural."""
+    """`1 process` or `N processes`."""
     return f"{processes} process{'es' if processes != '1' else ''}"
 
 
@@ -213,7 +213,7 @@ def tables(runs: dict[str, dict[str, list[Any]]]) -> list[dict[str, Any]]:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Steps/s over bare's, and start-up: each run a point, the median a bar across."""
+    """Steps/s relative to bare, and start-up: a point per run, a bar for the median."""
 
     def plot(speed: Any, start_up: Any) -> None:
         for shade, (n, by_name) in enumerate(result["runs"].items()):
