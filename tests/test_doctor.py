@@ -1,4 +1,4 @@
-"""`doctor` finds what is planted, and is clean where nothing is."""
+"""`doctor` finds the faults that a test creates, and reports none on a sound machine."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from tools.doctor import Finding, Where
 
 
 def run(recipe: Recipe, *words: str, env: dict[str, str] | None = None) -> tuple[int, str]:
-    """Status and output of `python -m recipes doctor`, after words that lead to it."""
+    """Status and output of `python -m recipes doctor`; `words` come before the command."""
     command = [
         *words,
         sys.executable,
@@ -81,7 +81,7 @@ exec "$@"
 
 
 def test_a_machine_with_many_faults(recipe: Recipe) -> None:
-    """Real ones, in namespaces of the test's own: mounts, limits, host name, libraries."""
+    """Real faults in new namespaces: mounts, limits, host name, libraries."""
     need_root()
     need("unshare")
     other, scratch = recipe.tmp_path / "other", recipe.tmp_path / "scratch"
@@ -205,7 +205,7 @@ def test_a_clock_before_this_code(where: Where, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_gpus_in_use_and_apart(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU is here: what torch says of two is made up."""
+    """Without a GPU: torch's answers about two GPUs are simulated."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda n: ((10, 80)[n] * 2**30, 80 * 2**30))
@@ -266,7 +266,7 @@ def test_an_all_reduce_over_two(recipe: Recipe) -> None:
 
 
 def test_in_a_job_every_rank_takes_part(recipe: Recipe) -> None:
-    """As srun starts it on two hosts: rank 0 shows the screen, the other what is not well there."""
+    """As srun starts it on two hosts: rank 0 prints everything, rank 1 its warnings and errors."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     processes = []

@@ -162,7 +162,7 @@ def gradients_of_one_number(ranks: Ranks) -> bool:
     ddp.register_comm_hook(None, network.one_number)
     inputs = torch.randn(4, 400, generator=torch.Generator().manual_seed(ranks.rank))
     own = torch.autograd.grad(model(inputs).square().sum(), list(model.parameters()))
-    for _ in range(2):  # the buckets are laid out anew after the first
+    for _ in range(2):  # DDP rebuilds the buckets after the first step
         ddp.zero_grad()
         ddp(inputs).square().sum().backward()
     return all(

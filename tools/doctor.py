@@ -242,7 +242,7 @@ def memory(where: Where) -> Iterator[Finding]:
     text = Path("/proc/meminfo").read_text()
     free = int(text.split("MemAvailable:")[1].split()[0]) * 1024
     free = min([free, *(int(limit.split()[0]) for limit in control_group_limits("memory.max"))])
-    fix = "a process needs about 0.7 GiB before its data: start fewer processes"
+    fix = "each process needs about 0.7 GiB before its data: start fewer processes"
     yield warn_if(free < 2 * _GIB, f"{free / _GIB:.1f} GiB available", fix)
 
 
