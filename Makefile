@@ -1,4 +1,18 @@
-# Launches things; knows nothing else. `make` lists the targets.
+# Launches things; knows nothing else. `make` lists the targets and these variables:
+#: RECIPE=NAME             the recipe (run, image-run, bench); without it, make run lists all recipes
+#: ARGS="..."              more options for the program that the target starts; ARGS=--help lists them
+#: NPROC=N                 processes on this machine (run, image-run, doctor)
+#: NNODES= NODE_RANK= MASTER_ADDR= MASTER_PORT=    several hosts (run, image-run): docs/several-hosts.md
+#: RUN=DIR AGAINST=DIR     the run to repeat, or two finished runs to compare (reproduce)
+#: ROUNDS=N                rounds of killed and resumed runs (soak; default 50)
+#: STACK=cu130             versions of CUDA and torch, from docker/stacks.json (default cu132)
+#: TARGET=development      an image with the tests and a C compiler (image)
+#: IMAGE=NAME BUILD="..."  name of the image (image, image-run); more options of docker build (image)
+#: GPUS=device=0           docker's --gpus (image-run; default: all, if there are any)
+#: RUNS=DIR                folder on this machine that is mounted as runs/ (image-run; default runs)
+#: DOCKER_ARGS="..."       more options of docker run (image-run)
+#: DOCKER=PROGRAM          the container engine (image, image-run; default docker)
+#: PYTHON=python3          an interpreter that already has torch; nothing is installed
 STACK ?= cu132
 LOCK := docker/stacks/$(STACK).txt
 STACKS = $(shell python3 -c 'import json; print(*json.load(open("docker/stacks.json")))')
@@ -24,31 +38,67 @@ LAUNCH = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) \
 	$(if $(MASTER_PORT),--master-port $(MASTER_PORT))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-slow test-slurm slurm-check image image-run image-test image-repro check \
-	reproduce doctor soak faults audit bench bench-peers gpu-check format diff-ddp tensorboard \
-	venv venv-dev venv-peers lock clean
+.PHONY: run reproduce doctor tensorboard diff-ddp check format test test-slow faults soak \
+	gpu-check bench bench-peers image image-run image-test image-repro slurm-check test-slurm \
+	venv lock audit clean help venv-dev venv-peers
 
-help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo; echo "  Variables: RECIPE=NAME NPROC=N ARGS=\"...\" NNODES= NODE_RANK= MASTER_ADDR= MASTER_PORT="
-	@echo "             RUN= AGAINST= (reproduce), GPUS= RUNS= IMAGE= DOCKER_ARGS= (image-run)"
-	@echo "             STACK={$(STACKS)} (default cu132), or PYTHON=python3 for one that has torch"
+## Run
 
 run: $(INSTALLED) ## Train: make run RECIPE=ddp_launch [NPROC=2] [ARGS="--epochs 3"]
 	@$(if $(RECIPE),$(PYTHON) -m recipes $(RECIPE) $(LAUNCH) $(ARGS), \
 		$(PYTHON) -m recipes; echo "error: which one? make run RECIPE=NAME" >&2; exit 2)
 
-test: $(INSTALLED_DEV) ## Run the tests (laws, command lines, faults)
+reproduce: $(INSTALLED) ## Repeat a recorded run and compare the bits: make reproduce RUN=runs/ddp_launch/...
+	@$(PYTHON) -m recipes reproduce $(RUN) $(if $(AGAINST),--against $(AGAINST)) $(ARGS)
+
+## Look
+
+doctor: $(INSTALLED) ## Say what on this machine would stop a run [NPROC=4 adds a real all-reduce]
+	@$(PYTHON) -m recipes doctor $(if $(NPROC),--nproc $(NPROC)) $(ARGS)
+
+tensorboard: $(INSTALLED) ## Show the curves of all runs in a browser
+	@$(PYTHON) -m tensorboard.main --logdir runs
+
+diff-ddp: ## Show how little ddp_launch and ddp_spawn differ
+	@diff -U1 recipes/ddp_launch/train.py recipes/ddp_spawn/train.py || true
+
+## Test
+
+check: $(INSTALLED_DEV) ## Check style, formatting and types
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+	@$(PYTHON) -m mypy
+	@$$(command -v $(dir $(PYTHON))hadolint hadolint | head -n 1) docker/Dockerfile
+
+format: $(INSTALLED_DEV) ## Format the code and fix what the linter can fix
+	@$(PYTHON) -m ruff format .
+	@$(PYTHON) -m ruff check --fix .
+
+test: $(INSTALLED_DEV) ## Run the tests: laws, command lines, failures (minutes)
 	@$(PYTHON) -m pytest $(ARGS)
 
-test-slow: $(INSTALLED_DEV) ## Run the slow tests (each recipe's default run to its end)
+test-slow: $(INSTALLED_DEV) ## Run the slow tests: each recipe's default run to its end, all faults
 	@$(PYTHON) -m pytest -m "slow and not slurm and not image" $(ARGS)
 
-test-slurm: $(INSTALLED_DEV) ## Run the tests on a real Slurm cluster of four nodes, started here (root)
-	@$(PYTHON) -m pytest -m slurm tests/slurm $(ARGS)
+faults: $(INSTALLED_DEV) ## Cause every fault in real runs (needs root); renews docs/faults.md
+	@FAULTS_JSON=$(CURDIR)/tests/faults/results/matrix.json $(PYTHON) -m pytest -m slow tests/faults/test_matrix.py
+	@$(PYTHON) -m tests.faults.matrix
 
-slurm-check: $(INSTALLED) ## Check a Slurm site before a long run: directives, two nodes' network and clocks
-	@PYTHON=$(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON)) slurm/check.sh $(ARGS)
+soak: $(INSTALLED) ## Kill and resume runs at random moments; renews tests/faults/results/soak.json
+	@$(PYTHON) -m tests.faults.soak $(if $(ROUNDS),--rounds $(ROUNDS)) $(ARGS)
+
+gpu-check: $(INSTALLED) ## Check what needs a GPU (minutes); writes tests/results/gpu_check.json
+	@$(PYTHON) -m tests.gpu_check $(ARGS)
+
+## Measure
+
+bench: $(INSTALLED_DEV) ## Measure step, photos, snapshots, network (needs root), or one recipe (RECIPE=NAME)
+	@$(PYTHON) -m tools.bench $(RECIPE) $(ARGS)
+
+bench-peers: $(INSTALLED_PEERS) ## Measure ddp_launch beside bare PyTorch, Accelerate, Fabric and Lightning's Trainer
+	@$(PYTHON) -m benchmarks.peers $(ARGS)
+
+## Images and clusters
 
 image: ## Build the image of a stack: make image [STACK=cu130] [TARGET=development]
 	@test -f $(LOCK) || { echo "error: no stack $(STACK): STACK is one of $(STACKS)" >&2; exit 2; }
@@ -57,7 +107,7 @@ image: ## Build the image of a stack: make image [STACK=cu130] [TARGET=developme
 		--build-arg COMMIT=$$(git describe --always --abbrev=40 --dirty --exclude '*' || echo unknown) \
 		--build-arg SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct || echo 0) $(BUILD) .
 
-image-run: ## Train in the image: make image-run RECIPE=ddp_launch [NPROC=2] [ARGS="..."] [GPUS=all]
+image-run: ## Train in the image: make image-run RECIPE=ddp_launch [NPROC=2] [ARGS="..."]
 	@$(if $(RECIPE),,echo "error: which one? make image-run RECIPE=NAME" >&2; exit 2)
 	@$(DOCKER) version >/dev/null || exit 2
 	@$(DOCKER) image inspect $(IMAGE) >/dev/null 2>&1 || \
@@ -69,55 +119,21 @@ image-run: ## Train in the image: make image-run RECIPE=ddp_launch [NPROC=2] [AR
 		--env RECIPES_IMAGE_DIGEST=$$($(DOCKER) image inspect --format '{{.Id}}' $(IMAGE)) \
 		$(DOCKER_ARGS) $(IMAGE) $(RECIPE) $(LAUNCH) $(ARGS)
 
-image-test: $(INSTALLED_DEV) ## Build the image and test it with this machine's engine, or with one started here (root)
+image-test: $(INSTALLED_DEV) ## Build the image and test it (needs root where no container engine runs)
 	@$(PYTHON) -m pytest -m image tests/image $(ARGS)
 
-image-repro: $(INSTALLED_DEV) ## Build the image twice from nothing and compare the bytes; writes docker/results/repro.json
+image-repro: $(INSTALLED_DEV) ## Build the image twice, compare the bytes; renews docker/results/repro.json
 	@$(PYTHON) -m tests.image.repro $(ARGS)
 
-check: $(INSTALLED_DEV) ## Lint, formatting, types
-	@$(PYTHON) -m ruff check .
-	@$(PYTHON) -m ruff format --check .
-	@$(PYTHON) -m mypy
-	@$$(command -v $(dir $(PYTHON))hadolint hadolint | head -n 1) docker/Dockerfile
+slurm-check: $(INSTALLED) ## Check a Slurm site before a long run: directives, network and clocks of two nodes
+	@PYTHON=$(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON)) slurm/check.sh $(ARGS)
 
-reproduce: $(INSTALLED) ## Run a recorded run again, compare the bits: make reproduce RUN=runs/NAME/... [AGAINST=RUN2]
-	@$(PYTHON) -m recipes reproduce $(RUN) $(if $(AGAINST),--against $(AGAINST)) $(ARGS)
+test-slurm: $(INSTALLED_DEV) ## Run the tests on a real Slurm cluster of four nodes, started here (needs root)
+	@$(PYTHON) -m pytest -m slurm tests/slurm $(ARGS)
 
-doctor: $(INSTALLED) ## Say what on this machine would stop a run: make doctor [NPROC=4 for a real all-reduce]
-	@$(PYTHON) -m recipes doctor $(if $(NPROC),--nproc $(NPROC)) $(ARGS)
+## Housekeeping
 
-soak: $(INSTALLED) ## Kill and resume runs at random moments: make soak [ROUNDS=50]; writes tests/faults/results/soak.json
-	@$(PYTHON) -m tests.faults.soak $(if $(ROUNDS),--rounds $(ROUNDS)) $(ARGS)
-
-faults: $(INSTALLED_DEV) ## Let every fault of the matrix happen (root); writes tests/faults/results/matrix.json and docs/faults.md
-	@FAULTS_JSON=$(CURDIR)/tests/faults/results/matrix.json $(PYTHON) -m pytest -m slow tests/faults/test_matrix.py
-	@$(PYTHON) -m tests.faults.matrix
-
-audit: $(INSTALLED_DEV) ## Look up the locked packages' known vulnerabilities (asks PyPI's JSON API; ARGS="-s osv" asks OSV)
-	@for lock in docker/stacks/*.txt; do echo "$$lock"; $(PYTHON) -m uv tool run pip-audit==2.10.1 \
-		--strict --disable-pip --no-deps --requirement $$lock $(ARGS) || exit; done
-
-bench: $(INSTALLED_DEV) ## Measure a step, photos, snapshots, two hosts (root), or with RECIPE=NAME a recipe beside its alternatives; renews results
-	@$(PYTHON) -m $(if $(RECIPE),tools.bench $(RECIPE),benchmarks) $(ARGS)
-
-bench-peers: $(INSTALLED_PEERS) ## Measure ddp_launch beside bare PyTorch, Accelerate, Fabric, Lightning's Trainer; renews benchmarks/peers
-	@$(PYTHON) -m benchmarks.peers $(ARGS)
-
-gpu-check: $(INSTALLED) ## Check on a GPU what needs one, in a few minutes; writes tests/results/gpu_check.json
-	@$(PYTHON) -m tests.gpu_check $(ARGS)
-
-format: $(INSTALLED_DEV) ## Format the code and fix what the linter can
-	@$(PYTHON) -m ruff format .
-	@$(PYTHON) -m ruff check --fix .
-
-diff-ddp: ## Show how little ddp_launch and ddp_spawn differ
-	@diff -U1 recipes/ddp_launch/train.py recipes/ddp_spawn/train.py || true
-
-tensorboard: $(INSTALLED) ## Show the curves of all runs
-	@$(PYTHON) -m tensorboard.main --logdir runs
-
-venv: ## Make the environment from the stack's lock (run and test do it when it is stale)
+venv: ## Make or renew the Python environment (other targets do this by themselves)
 	@cmp -s $(LOCK) $(VENV)/lock.txt || { set -e; \
 	test -f $(LOCK) || { echo "error: no stack $(STACK): STACK is one of $(STACKS)" >&2; exit 2; }; \
 	python3 -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
@@ -148,5 +164,14 @@ lock: $(INSTALLED_DEV) ## Renew the lock files under docker/stacks
 		-o docker/stacks/peers.txt  # without torch, of which each stack pins its own
 	@rm .constraints.txt
 
-clean: ## Remove the environments and caches (never runs/)
+audit: $(INSTALLED_DEV) ## Look up known vulnerabilities of the locked packages at PyPI (ARGS="-s osv": at OSV)
+	@for lock in docker/stacks/*.txt; do echo "$$lock"; $(PYTHON) -m uv tool run pip-audit==2.10.1 \
+		--strict --disable-pip --no-deps --requirement $$lock $(ARGS) || exit; done
+
+clean: ## Remove the environments and caches; runs/ stays
 	rm -rf .venv .venv-* .engine .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^## / {print "\n" substr($$0, 4)} /^#: / {variables = variables "\n  " substr($$0, 4)} \
+		/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2} END {print "\nVariables" variables}' \
+		$(MAKEFILE_LIST)

@@ -1,9 +1,9 @@
-"""ResNet-50 on one GPU, images/s by setting beside what the card allows; `make gpu-check` runs it.
+"""ResNet-50 on one GPU: images/s of each setting, and the GPU's limits. `make gpu-check` runs it.
 
-    python -m benchmarks.gpu cuda      print what was measured as JSON; cpu tries the script itself
+    python -m benchmarks.gpu cuda      print the result as JSON (cpu only tests this script)
 
-Data are synthetic and on the device, as in what is published: one batch, with labels of 10 of 1,000
-classes, which is soon learned, so that the losses of two settings can be compared.
+The data are synthetic and on the device, as in published figures. All steps use one batch with
+labels of 10 of 1,000 classes. It is learned quickly, so the losses of two settings can be compared.
 """
 
 import json
@@ -36,7 +36,7 @@ class Setting:
     channels_last: bool = True
     compiled: bool = False
     graph: bool = False
-    """Record the whole step once, as a CUDA graph, and replay it."""
+    """Record the whole step once as a CUDA graph, and replay it."""
 
 
 SETTINGS = {
@@ -53,7 +53,7 @@ WARM_UP, STEPS = 4, 12
 
 
 class Training:
-    """A ResNet-50, its optimizer and one batch; call it to take a step."""
+    """A ResNet-50, its optimizer and one batch; a call takes one step."""
 
     def __init__(self, setting: Setting, device: torch.device, side: int) -> None:
         seed_everything(0)
@@ -88,7 +88,7 @@ class Training:
 
 
 def recorded(step: Training) -> tuple[Callable[[], Tensor], list[Tensor]]:
-    """The step as a CUDA graph, and the losses of those taken before, which it needs.
+    """The step as a CUDA graph, and the losses of the three steps that must come before.
 
     Source: PyTorch, "CUDA semantics", whole-network capture.
     """
@@ -109,7 +109,7 @@ def recorded(step: Training) -> tuple[Callable[[], Tensor], list[Tensor]]:
 
 
 def images_per_s(setting: Setting, device: torch.device, side: int) -> dict[str, Any]:
-    """Train some steps; images/s, peak memory [bytes] and the losses, if the card can hold them."""
+    """Train some steps: images/s, peak memory [bytes] and losses, or `out_of_memory`."""
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.empty_cache()
@@ -134,7 +134,7 @@ def images_per_s(setting: Setting, device: torch.device, side: int) -> dict[str,
 
 
 def rate(work: Callable[[], object], amount: float, device: torch.device) -> float:
-    """`amount` a call of `work`, a second: the best of five times ten calls."""
+    """How many times `amount` per second, if a call of `work` is one; the best of 5 x 10 calls."""
     times = []
     for _ in range(6):
         start_s = time.perf_counter()
@@ -146,7 +146,7 @@ def rate(work: Callable[[], object], amount: float, device: torch.device) -> flo
 
 
 def limits(device: torch.device) -> dict[str, float]:
-    """The device's measured copy bandwidth [bytes/s] and bf16 matrix rate [operations/s]."""
+    """Measured copy bandwidth [bytes/s] and bf16 matrix rate [operations/s] of the device."""
     large = device.type == "cuda"
     size = 8192 if large else 512
     a, b = torch.randn(2, size, size, device=device).bfloat16()
@@ -159,7 +159,7 @@ def limits(device: torch.device) -> dict[str, float]:
 
 
 class Roofline(TorchDispatchMode):
-    """The least time of each operator by its bytes and by its operations, added up, unfused."""
+    """Adds up the shortest possible time of each operator, from its bytes and its operations."""
 
     def __init__(self, found: dict[str, float]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -168,7 +168,7 @@ class Roofline(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run `func` and count it; views move nothing."""
+        """Run `func` and count it; a view moves no bytes."""
         with FlopCounterMode(display=False) as counter:
             result = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
@@ -182,7 +182,7 @@ class Roofline(TorchDispatchMode):
 
 
 def least_time(setting: Setting, device: torch.device, side: int) -> dict[str, Any]:
-    """Bytes and operations of a step, and images/s if each operator ran at the card's limit."""
+    """Bytes and operations of a step, and images/s if every operator ran at the GPU's limit."""
     found = limits(device)
     training = Training(setting, device, side)
     training()
@@ -200,10 +200,10 @@ def least_time(setting: Setting, device: torch.device, side: int) -> dict[str, A
 
 
 def evaluation_s(device: torch.device, side: int, count: int) -> dict[str, float]:
-    """Seconds in which ResNet-34 classifies `count` images, by the size of a batch.
+    """Seconds in which ResNet-34 classifies `count` images, for two batch sizes.
 
-    32 is what `common.data.stream.eval_batch_size` takes for small data sets, for the sake of many
-    ranks; 256 is what one GPU alone would take.
+    For small data sets `common.data.stream.eval_batch_size` takes 32, so that each of many ranks
+    gets a share. 256 would suit one GPU alone.
     """
     model = build_model(ModelOptions(model="resnet34", stem="large"), 3, 5, side).to(device).eval()
     images = torch.randn(count, 3, side, side, device=device)
@@ -215,7 +215,7 @@ def evaluation_s(device: torch.device, side: int, count: int) -> dict[str, float
 
 
 def measure(device: torch.device) -> dict[str, Any]:
-    """All settings once, and the roofline; on a CPU two of them with hardly any images."""
+    """All settings once, and the roofline; on a CPU two settings with few images."""
     large = device.type == "cuda"
     torch.backends.cudnn.benchmark = True
     side = 224 if large else 32

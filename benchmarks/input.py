@@ -1,4 +1,4 @@
-"""From JPEG files to normalised batches: this project beside the classic pipeline with Pillow."""
+"""Loading photos: JPEG files to normalised batches, beside the classic pipeline with Pillow."""
 
 import statistics
 import sys
@@ -49,7 +49,7 @@ def write_files(folder: Path, train: int = PHOTOS) -> None:
 
 
 def samples_per_s(batches: Iterable[Sequence[Tensor]]) -> float:
-    """Speed over some epochs; the loading processes start in an epoch before them."""
+    """Speed over EPOCHS epochs, after one epoch in which the loading processes start."""
     for _ in batches:
         pass
     start_s = time.perf_counter()
@@ -58,7 +58,7 @@ def samples_per_s(batches: Iterable[Sequence[Tensor]]) -> float:
 
 
 def run_variant(variant: str, root: Path) -> float:
-    """Speed of loading and normalising, with nothing else to do [samples/s]."""
+    """Speed of loading and normalising, without training [samples/s]."""
     torch.set_num_threads(1)
     if variant != "classic":
         keep_freed_memory()  # as every rank does
@@ -83,7 +83,7 @@ def run_variant(variant: str, root: Path) -> float:
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
-    """The pipelines in turn, each in a fresh process."""
+    """The pipelines take turns, each in a fresh process."""
     write_files(folder)
 
     def one(variant: str, _round: int) -> float:

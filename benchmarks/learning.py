@@ -4,7 +4,7 @@ The plain trainer below shares only the image files of the first task with the r
 initial weights, transforms, data sets and samplers are torchvision's and torch's.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 \
-        -m benchmarks.learning TASK SEED FOLDER     what `measure` runs: the plain trainer
+        -m benchmarks.learning TASK SEED FOLDER     the plain trainer; `measure` starts it
 """
 
 import json
@@ -35,7 +35,7 @@ from tools.comparison import in_turn, run_recipe, spread
 
 @dataclass(frozen=True)
 class Task:
-    """What both trainers are given: a ResNet-18, SGD with momentum 0.9 and a cosine."""
+    """What both trainers do: a ResNet-18, SGD with momentum 0.9, a cosine schedule."""
 
     title: str
     data: tuple[str, ...]
@@ -63,7 +63,7 @@ QUARTERS = [
 
 
 class Digits(Dataset[tuple[Any, int]]):
-    """scikit-learn's digits as pictures."""
+    """scikit-learn's digits as images of Pillow."""
 
     def __init__(self, transform: Any) -> None:
         self.digits, self.transform = load_digits(), transform
@@ -77,7 +77,7 @@ class Digits(Dataset[tuple[Any, int]]):
 
 
 def make_plain(task: str, seed: int, folder: Path) -> tuple[Dataset[Any], Dataset[Any], nn.Module]:
-    """Training data, validation data and model, as torchvision's documentation has them."""
+    """Training data, validation data and model, as in torchvision's documentation."""
     if task == "photos":
         normal = [
             transforms.ToTensor(),
@@ -155,7 +155,7 @@ def train_recipe(name: str, options: Sequence[str | Path], seed: int, folder: Pa
 
 
 def train_task(task: str, trainer: str, seed: int, folder: Path) -> list[float]:
-    """Validation accuracy after each epoch of a task by one of the trainers, on two processes."""
+    """Validation accuracy after each epoch of one trainer on one task, on two processes."""
     photos, given = folder / "photos", TASKS[task]
     if trainer == "plain":
         command = ["--standalone", "--nproc-per-node", "2", "-m", "benchmarks.learning"]
@@ -195,7 +195,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
 def tables(
     runs: Mapping[str, list[list[float]]], default: Mapping[str, list[list[float]]]
 ) -> list[dict[str, Any]]:
-    """By epoch for the tasks; half-way and at the end for the others."""
+    """The tasks by epoch; the other runs half-way and at the end."""
     seeds = len(next(iter(runs.values())))
     longest = max(task.epochs for task in TASKS.values())
     rows = []
@@ -229,7 +229,7 @@ def tables(
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Accuracy by epoch: a line for the median, a band from the least to the most."""
+    """Accuracy by epoch: a line for the median, a band from the lowest to the highest."""
 
     def plot(*panels: Any) -> None:
         for axes, (name, task) in zip(panels, TASKS.items(), strict=True):

@@ -1,8 +1,8 @@
-"""What averaging gradients costs on links of different speed, and what sending less is worth.
+"""The cost of averaging gradients on slow and fast links, and the gain of sending less.
 
-Two hosts (network namespaces of this machine, root) have a process each, and the link between them
-is held to a bandwidth by the kernel's token bucket (tc-tbf). The alpha-beta model (a message of n
-bytes takes alpha + n / bandwidth) is fitted without a limit, and drawn beside what is measured.
+Two hosts (network namespaces of this machine, needs root) run one process each. The kernel's token
+bucket (tc-tbf) limits the bandwidth of the link between them. The figure also shows the alpha-beta
+model (a message of n bytes takes alpha + n / bandwidth), fitted to the runs without a limit.
 
 Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH",
 section 3; Linux, tc-tbf(8).
@@ -33,9 +33,9 @@ from tools.comparison import run_recipe, spread
 def one_number(
     group: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
-    """A communication hook of DDP that averages a single number a step, and no gradients.
+    """A communication hook of DDP that averages one number per step, and no gradients.
 
-    What it costs is the wait for each other, which is left however little is sent.
+    Its cost is the time that the ranks wait for each other, however little they send.
     """
     if not bucket.is_last():
         return noop_hook(group, bucket)
@@ -74,7 +74,7 @@ CASES = {
     ),
 }
 LINKS = {"no limit": None, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
-"""Bandwidths each way [bit/s]."""
+"""Bandwidth in each direction [bit/s]."""
 TRIED = {CONVNET: ("no limit", "1 Gbit/s", "100 Mbit/s"), RESNET: ("no limit", "1 Gbit/s")}
 BATCH = 96
 LOSSES = {
@@ -91,15 +91,15 @@ LOSSES = {
         "0.2",
     ],
 }
-"""The convnet's ways as options of ddp_launch, to see what they do to the loss."""
+"""The convnet's ways as options of ddp_launch, to see their effect on the loss."""
 EPOCHS = 15
 
 
 def limit(names: Sequence[str], bits_per_s: float | None) -> None:
-    """Hold the link to a bandwidth, each way.
+    """Limit the bandwidth of the link in each direction.
 
-    The bucket holds little: what it gathers while ranks compute goes out at any speed (113 KB took
-    0.3 ms at 100 Mbit/s, which need 9 ms, with a bucket of 128 KiB).
+    The bucket is small, because tokens that collect while the ranks compute are sent at any speed:
+    with 128 KiB, 113 KB took 0.3 ms at 100 Mbit/s, and not 9 ms.
     """
     for name in names:
         tc = ["ip", "netns", "exec", name, "tc", "qdisc"]
@@ -111,7 +111,7 @@ def limit(names: Sequence[str], bits_per_s: float | None) -> None:
 
 
 def parameter_bytes(case: Case) -> int:
-    """Of the model's gradients in fp32."""
+    """Size of the model's gradients in fp32 [bytes]."""
     model = build_model(case.model, 1, 10, case.data.image_size or 8)
     return sum(parameter.nbytes for parameter in model.parameters())
 
@@ -119,21 +119,21 @@ def parameter_bytes(case: Case) -> int:
 def step_s(
     compute_s: float, alpha_s: float, sent_bytes: float, bits_per_s: float | None, ranks: int = 2
 ) -> float:
-    """Seconds of a step by the alpha-beta model, nothing overlapped.
+    """Seconds of a step by the alpha-beta model, without overlap.
 
     Args:
-        compute_s: of a step without communication.
-        alpha_s: of one message, however small; a ring all-reduce has 2 (ranks - 1) in a row.
-        sent_bytes: of all gradients.
-        bits_per_s: of each rank's link, each way. None: without limit.
-        ranks: in the ring.
+        compute_s: a step without communication.
+        alpha_s: one message, however small; a ring all-reduce has 2 (ranks - 1) in a row.
+        sent_bytes: all gradients.
+        bits_per_s: each rank's link, in each direction. None: no limit.
+        ranks: number of ranks in the ring.
     """
     volume = 2 * (ranks - 1) / ranks * sent_bytes * 8
     return compute_s + 2 * (ranks - 1) * alpha_s + (volume / bits_per_s if bits_per_s else 0.0)
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
-    """Every way on every link, and the loss that a whole run with it ends at."""
+    """Every way on every link, and the final loss of a whole run with each."""
     runs: dict[str, dict[str, Any]] = {name: {} for name in CASES}
     pairs = [(name, link) for name, links in TRIED.items() for link in links]
     total = len(pairs) + len(LOSSES)
@@ -164,12 +164,12 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def ratios(run: dict[str, list[float]], way: str, other: str) -> str:
-    """Samples/s over another way's of the same round: median (least to most)."""
+    """Samples/s relative to another way in the same round: median (least to most)."""
     return spread([one / theirs for one, theirs in zip(run[way], run[other], strict=True)])
 
 
 def alone(way: str) -> str:
-    """What `way` would be with no communication."""
+    """The way without communication that `way` is compared with."""
     return ALONE if WAYS[way].accumulate == 1 else ALONE_2
 
 
@@ -220,7 +220,7 @@ PAPER = {"compute_s": 256 / 3000, "alpha_s": 10e-6, "parameter_bytes": 4 * 25.6e
 
 
 def on_paper() -> dict[str, Any]:
-    """What the model says of more GPUs than we have: a prediction, nothing of it was measured."""
+    """The model's prediction for more GPUs than we have; nothing of it was measured."""
     rows = []
     for bits_per_s, link in ((1e10, "10 Gbit/s"), (1e11, "100 Gbit/s"), (4e11, "400 Gbit/s")):
         for share, setting in ((1, "fp32"), (0.5, "bf16")):
@@ -228,7 +228,7 @@ def on_paper() -> dict[str, Any]:
             for gpus in (8, 64, 512):
                 compute, sent = PAPER["compute_s"], PAPER["parameter_bytes"] * share
                 exposed = step_s(compute, PAPER["alpha_s"], sent, bits_per_s, gpus)
-                # At best all of it goes on during the backward pass, two thirds of a step.
+                # At best, all communication overlaps with the backward pass, 2/3 of a step.
                 hidden = max(compute, compute / 3 + exposed - compute)
                 cells.append(f"{compute / exposed:.2f} to {compute / hidden:.2f}")
             rows.append([link, setting, *cells])
@@ -242,7 +242,7 @@ def on_paper() -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Efficiency by bandwidth: measured, and as the model has it from the runs without a limit."""
+    """Efficiency by bandwidth: measured, and predicted from the runs without a limit."""
 
     def plot(*panels: Any) -> None:
         for axes, (name, case) in zip(panels, CASES.items(), strict=True):
@@ -255,15 +255,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
         ways = [way for way in case.ways if way != alone(way)]
         for number, way in enumerate(ways):
             samples = case.samples_a_rank * WAYS[way].accumulate * 2
-            # Of a sample, on all hosts.
-            compute_s = 1 / statistics.median(links["no limit"][alone(way)])
-            free_s = samples / statistics.median(links["no limit"][way])
-            alpha_s = (free_s - samples * compute_s) / 2
-            sent = gradient_bytes * WAYS[way].sent
-            predicted = [
-                samples * compute_s / step_s(samples * compute_s, alpha_s, sent, bits)
-                for bits in reach
-            ]
+            alone_s, free_s = (
+                samples / statistics.median(links["no limit"][name]) for name in (alone(way), way)
+            )
+            alpha_s, sent = (free_s - alone_s) / 2, gradient_bytes * WAYS[way].sent
+            predicted = [alone_s / step_s(alone_s, alpha_s, sent, bits) for bits in reach]
             axes.plot(reach, predicted, f"C{number}--")
             for link, run in links.items():
                 shares = [own / one for own, one in zip(run[way], run[alone(way)], strict=True)]

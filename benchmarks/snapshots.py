@@ -1,4 +1,4 @@
-"""What a snapshot costs training: ResNet-50 with momentum, 20 steps with one beside 20 without."""
+"""How much a snapshot delays training: ResNet-50, 20 steps with a snapshot beside 20 without."""
 
 import statistics
 from itertools import pairwise
@@ -12,7 +12,7 @@ from common.files import mebibytes
 from tools.comparison import spread
 
 WINDOW = 20
-"""Steps: one snapshot in so many."""
+"""A window has a snapshot at its start, or none [steps]."""
 BATCH_SIZE = 6
 OPTIONS = [
     "--nproc",
@@ -36,11 +36,11 @@ OPTIONS = [
 
 
 def windows(steps_s: list[float]) -> list[tuple[float, float]]:
-    """Seconds of each window with a snapshot, and the mean of those before and after it without.
+    """Seconds of each window with a snapshot, and the mean of the windows before and after it.
 
     Args:
-        steps_s: seconds from the end of step 1 to that of 2, from 2 to 3, ...; a snapshot begins
-            after steps 40, 80, ...; the first is left out, whose copy takes fresh memory.
+        steps_s: seconds from the end of step 1 to the end of step 2, and so on. A snapshot begins
+            after steps 40, 80, ... The first one is left out: its copy allocates memory.
     """
     ends = range(4 * WINDOW, len(steps_s) + 2, WINDOW)
     totals = [sum(steps_s[end - WINDOW - 1 : end - 1]) for end in ends]
@@ -51,7 +51,7 @@ def windows(steps_s: list[float]) -> list[tuple[float, float]]:
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
-    """`rounds` windows with a snapshot in one run, and how much longer each lasts for it."""
+    """One run with `rounds` windows with a snapshot, and how much longer each of them takes."""
     steps = (2 * rounds + 4) * WINDOW
     write_files(folder / "photos", train=steps * BATCH_SIZE)
     stamps = run_stamped(
@@ -85,7 +85,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Seconds of each step, snapshots marked."""
+    """Seconds of each step, and the snapshots."""
 
     def plot(axes: Any) -> None:
         steps_s = result["runs"][0]["steps_s"]

@@ -1,4 +1,4 @@
-"""What the options of a step are worth, and what they do to the loss: two models on 2 processes."""
+"""The options that may make a step faster: their speed and their loss, for two models."""
 
 import json
 import statistics
@@ -49,7 +49,7 @@ WHOLE: dict[str, list[str]] = {
 
 
 def run_whole(model: str, name: str, folder: Path) -> dict[str, Any]:
-    """Start-up to the first step [s], every step's loss, and the accuracy at the end."""
+    """Seconds until the first step has ended, the loss of every step, and the final accuracy."""
     started = time.time()
     given = [] if name == DEFAULT else name.strip("`").split()
     stamps = run_stamped(folder, ["--nproc", "2", "--log-every", "1", *WHOLE[model], *given])
@@ -63,7 +63,7 @@ def run_whole(model: str, name: str, folder: Path) -> dict[str, Any]:
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
-    """Every option of every model in turn, and one whole run of each."""
+    """Steps with every option, and one whole run with each."""
     runs: dict[str, Any] = {}
     whole: dict[str, Any] = {model: {} for model in CASES}
     with progress_bar(len(CASES) * (1 + len(WAYS)), 0, Ranks(), unit="run") as bar:
@@ -77,7 +77,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def table(runs: dict[str, Any], whole: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Speeds of the same round beside each other, and the whole runs."""
+    """Speeds relative to the default in the same round, and the whole runs."""
     rows = []
     for model, run in runs.items():
         samples = 2 * CASES[model].samples_a_rank

@@ -1,10 +1,10 @@
-"""Steps of two processes with every variant in turn, within one process each.
+"""Training steps of two processes in which all variants take turns.
 
-A process holds a copy of the model for every variant, and takes a few steps with each in turn, in
-an order drawn anew each time: what disturbs the machine for seconds meets all alike, as it does not
-where runs follow each other.
+Each process holds a copy of the model for every variant and takes a few steps with each, in a new
+random order each time. A disturbance of some seconds then slows down all variants equally, which
+it would not if each variant had its own run.
 
-    python -m benchmarks.turns PART CASE ROUNDS FILE    one of the two, in torchrun's environment
+    python -m benchmarks.turns PART CASE ROUNDS FILE    one of the two ranks (torchrun's variables)
 """
 
 import dataclasses
@@ -44,28 +44,24 @@ Hook = Callable[[dist.ProcessGroup | None, dist.GradBucket], torch.futures.Futur
 
 @dataclass(frozen=True)
 class Way:
-    """How steps are taken.
-
-    Args:
-        hook: averages gradients in place of DDP's own all-reduce.
-        bucket_mb: size of a bucket [MiB], in place of torch's 1, then 25.
-        accumulate: batches that are computed for one step.
-        sent: share of the gradients' bytes that travels.
-        model: options that are not the case's.
-        precision: as `--precision` takes it.
-    """
+    """How steps are taken."""
 
     hook: Hook | None = None
+    """Averages gradients in place of DDP's all-reduce."""
     bucket_mb: float | None = None
+    """Size of a bucket [MiB]. None: torch's, 1 for the first and 25 for the others."""
     accumulate: int = 1
+    """Batches per step."""
     sent: float = 1.0
+    """Share of the gradients' bytes that is sent."""
     model: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the model that replace those of the case."""
     precision: str = "fp32"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and how to take steps with it: a round has `turns` of `steps` with every way."""
+    """A model, and the ways to take steps with it: per round, each way has `turns` of `steps`."""
 
     model: ModelOptions
     data: DataOptions
@@ -76,11 +72,11 @@ class Case:
 
 
 def take_turns(case: Case, rounds: int, ranks: Ranks) -> dict[str, list[float]]:
-    """Samples/s of both processes together with each way, by round."""
+    """Samples/s of both processes together for each way, one number per round."""
     torch.set_num_threads(1)
     device, order, names = torch.device("cpu"), torch.Generator(), list(case.ways)
     found: dict[str, list[float]] = {name: [] for name in names}
-    with process_group(ranks, device, "gloo", timeout_s=600):  # one may compile for long
+    with process_group(ranks, device, "gloo", timeout_s=600):  # compiling can take minutes
         data = load_data(case.data, 0, ranks)
         streams: dict[int, Iterator[Any]] = {}
         for accumulate in {way.accumulate for way in case.ways.values()}:
@@ -99,7 +95,7 @@ def take_turns(case: Case, rounds: int, ranks: Ranks) -> dict[str, list[float]]:
             )
             if way.hook:
                 ddp.register_comm_hook(None, way.hook)
-            # Else rank 0 sends what BatchNorm has counted, and the other waits for it.
+            # Without communication, rank 0 must not send its BatchNorm buffers either.
             ddp.broadcast_buffers = way.hook is not noop_hook
             _, autocast, _ = mixed_precision(way.precision, device)
             warm_up(ddp, data.train[(0, 0)][0], case.samples_a_rank, autocast)
@@ -121,7 +117,7 @@ def take_turns(case: Case, rounds: int, ranks: Ranks) -> dict[str, list[float]]:
                 optimizer.zero_grad(set_to_none=True)
             return time.perf_counter() - start_s
 
-        for number in range(rounds + 1):  # the first finds nothing in its place: not counted
+        for number in range(rounds + 1):  # round 0 fills caches and is not counted
             total_s = dict.fromkeys(names, 0.0)
             for _ in range(case.turns):
                 for place in torch.randperm(len(names), generator=order).tolist():
@@ -142,15 +138,15 @@ def _endless(batches: GlobalBatches, loader: DeviceBatches) -> Iterator[Any]:
 def run_both(
     part: str, case: str, rounds: int, file: Path, address: str, hosts: Sequence[str] = ()
 ) -> dict[str, list[float]]:
-    """What `take_turns` finds.
+    """Run `take_turns` in two processes; what it returns.
 
     Args:
         part: the module of `benchmarks` that has the case.
         case: its name in CASES.
         rounds: as for `take_turns`.
-        file: where it is written.
+        file: rank 0 writes the result there.
         address: of rank 0.
-        hosts: network namespaces of the two processes; without them both are started here.
+        hosts: network namespaces of the two processes; none: both run on this host.
 
     Raises:
         TrainingError: a process failed.
@@ -181,7 +177,7 @@ def run_both(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """One rank; rank 0 writes what both found."""
+    """Run as one rank; rank 0 writes the result."""
     part, name, rounds, file = arguments
     case: Case = import_module(f"benchmarks.{part}").CASES[name]
     ranks = resolve()

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OTHER_NCCL = "int ncclGetVersion(int *version) { *version = 21803; return 0; }"
 OLD_DRIVER = "int cuDriverGetVersion(int *version) { *version = 12040; return 0; }"
 
-# Variables of a launcher around the tests would make every recipe think it is a rank.
+# With the variables of a launcher around the tests, every recipe would think that it is a rank.
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "OMPI_", "PMI", "RECIPES_")
 
 
@@ -33,7 +33,7 @@ def clean_env() -> dict[str, str]:
 
 
 def need(*programs: str) -> None:
-    """Skip by name what this machine lacks; in CI, where it can be installed, fail."""
+    """Skip the test if a program is missing; in CI, where it can be installed, fail."""
     missing = [p for p in programs if not shutil.which(p)]
     if missing and os.environ.get("CI"):
         pytest.fail(f"CI must install {', '.join(missing)}")
@@ -42,7 +42,7 @@ def need(*programs: str) -> None:
 
 
 def need_root() -> None:
-    """Skip where namespaces and mounts need rights that this user lacks; in CI, fail."""
+    """Skip the test if the user may not make namespaces and mounts; in CI, fail."""
     if os.geteuid() != 0:
         if os.environ.get("CI"):
             pytest.fail("CI must run as root")
@@ -88,7 +88,7 @@ class Result:
 
 
 def of_session(leader: int) -> Iterator[str]:
-    """What is left of a command's session, and what each process does in the kernel."""
+    """The processes left in a command's session, and where in the kernel each one waits."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             state, parent, _group, session = (
@@ -101,9 +101,9 @@ def of_session(leader: int) -> Iterator[str]:
 
 
 def end(process: "subprocess.Popen[str]") -> tuple[str, str]:
-    """Kill what is left of a command's session, which may have outlived it; what it said.
+    """Kill all processes of a command's session, even if the command has ended; its output.
 
-    pytest-timeout does not watch over what follows a failure: nothing here may wait for ever.
+    After a failure pytest-timeout no longer watches, so nothing here may wait for ever.
     """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -112,7 +112,7 @@ def end(process: "subprocess.Popen[str]") -> tuple[str, str]:
 
 @dataclass
 class Recipe:
-    """Starts commands; what is still running at a test's end is killed by its own id."""
+    """Starts commands, and kills by their ids those still running at the end of the test."""
 
     tmp_path: Path
     running: list["subprocess.Popen[str]"] = field(default_factory=list)
@@ -120,7 +120,7 @@ class Recipe:
     def start(
         self, *command: str | Path, env: dict[str, str] | None = None
     ) -> "subprocess.Popen[str]":
-        """Start a command in a session of its own, away from the repository's folder."""
+        """Start a command in a new session, outside the repository's folder."""
         process = subprocess.Popen(
             [str(part) for part in command],
             cwd=self.tmp_path,
@@ -182,7 +182,7 @@ class Recipe:
 
 
 def make_run(nproc: int, options: tuple[str, ...], tmp_path: Path) -> Result:
-    """`make run` of ddp_launch on this host, which runs of as many ranks elsewhere must equal."""
+    """`make run` of ddp_launch: the reference for runs with as many ranks elsewhere."""
     need("make")
     runner = Recipe(tmp_path)
     arguments = " ".join([*options, "--output-dir", str(tmp_path / "run")])
@@ -204,7 +204,7 @@ def make_run(nproc: int, options: tuple[str, ...], tmp_path: Path) -> Result:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What runs remember in the user's cache folder is the tests' own."""
+    """A cache folder for the tests: runs neither read nor write the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -227,7 +227,7 @@ def pool() -> Iterator[Pool]:
 
 
 def library(folder: Path, name: str, code: str) -> Path:
-    """A shared library of the test's own, in a folder."""
+    """Compile `code` to the shared library `name` in a folder; returns the folder."""
     need("gcc")
     folder.mkdir(exist_ok=True)
     subprocess.run(
@@ -241,7 +241,7 @@ def library(folder: Path, name: str, code: str) -> Path:
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A real file system of `size` at `folder`, for what happens when it is full."""
+    """A real file system of `size` at `folder`, to be filled."""
     need_root()
     need("mount")
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""`doctor` finds what is planted, and is clean where nothing is."""
+"""`doctor` finds the faults that a test creates, and reports none on a sound machine."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from tools.doctor import Finding, Where
 
 
 def run(recipe: Recipe, *words: str, env: dict[str, str] | None = None) -> tuple[int, str]:
-    """Status and output of `python -m recipes doctor`, after words that lead to it."""
+    """Status and output of `python -m recipes doctor`; `words` come before the command."""
     command = [
         *words,
         sys.executable,
@@ -81,7 +81,7 @@ exec "$@"
 
 
 def test_a_machine_with_many_faults(recipe: Recipe) -> None:
-    """Real ones, in namespaces of the test's own: mounts, limits, host name, libraries."""
+    """Real faults in new namespaces: mounts, limits, host name, libraries."""
     need_root()
     need("unshare")
     other, scratch = recipe.tmp_path / "other", recipe.tmp_path / "scratch"
@@ -113,9 +113,9 @@ def test_a_machine_with_many_faults(recipe: Recipe) -> None:
         "error    network: MASTER_ADDR 'no-such-host.invalid' does not resolve",
         "warning  network: host name a-name-that-nobody-knows does not resolve",
         "warning  shared memory: /dev/shm has 8 MiB free",
-        "warning  limits: 200 open files a process",
+        "warning  limits: 200 open files per process",
         "warning  limits: InfiniBand cards, but only 64 KiB of locked memory",
-        "warning  cores: the container or job may use 0.5 cores' time of",
+        "warning  cores: the container or job may use the time of 0.5 cores, of",
         "warning  memory: 0.5 GiB available",
     ):
         assert f"  {line}" in said, said
@@ -205,7 +205,7 @@ def test_a_clock_before_this_code(where: Where, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_gpus_in_use_and_apart(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU is here: what torch says of two is made up."""
+    """Without a GPU: torch's answers about two GPUs are simulated."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda n: ((10, 80)[n] * 2**30, 80 * 2**30))
@@ -219,7 +219,7 @@ def test_limits_are_those_of_this_process(where: Where) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard))
     try:
-        assert ("warning", "500 open files a process") in unwell(doctor.limits(where))
+        assert ("warning", "500 open files per process") in unwell(doctor.limits(where))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -266,7 +266,7 @@ def test_an_all_reduce_over_two(recipe: Recipe) -> None:
 
 
 def test_in_a_job_every_rank_takes_part(recipe: Recipe) -> None:
-    """As srun starts it on two hosts: rank 0 shows the screen, the other what is not well there."""
+    """As srun starts it on two hosts: rank 0 prints everything, rank 1 its warnings and errors."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     processes = []
@@ -290,5 +290,5 @@ def test_in_a_job_every_rank_takes_part(recipe: Recipe) -> None:
     assert "rank 0 of 2" in first.stdout
     assert "all-reduce: every rank met the others" in first.stdout
     here = socket.gethostname()
-    assert f"  warning  rank 1 on {here}: limits: 200 open files a process\n" in second.stderr
+    assert f"  warning  rank 1 on {here}: limits: 200 open files per process\n" in second.stderr
     assert "ok " not in second.stderr

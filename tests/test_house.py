@@ -124,7 +124,7 @@ def between(text: str, begin: str, end: str) -> str:
 )
 def test_tables_in_readmes_come_from_their_json(path: Path) -> None:
     readme = (path.parents[1] / "README.md").read_text()
-    written = between(readme, bench.BEGIN, bench.END)
+    written = between(readme, *bench.marks("results"))
     assert written == bench.markdown(json.loads(path.read_text()))
     assert (path.parent / "comparison.png").stat().st_size > 5000
 
@@ -133,7 +133,8 @@ def test_tables_in_readmes_come_from_their_json(path: Path) -> None:
     "path", sorted(ROOT.glob("recipes/*/results/make_run.json")), ids=lambda p: p.parts[-3]
 )
 def test_what_readmes_say_was_printed_comes_from_its_json(path: Path) -> None:
-    written = between((path.parents[1] / "README.md").read_text(), bench.BEGIN_RUN, bench.END_RUN)
+    readme = (path.parents[1] / "README.md").read_text()
+    written = between(readme, *bench.marks("default run"))
     assert written == bench.shown(json.loads(path.read_text()))
 
 

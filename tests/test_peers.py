@@ -1,4 +1,4 @@
-"""What `make bench-peers` computes, and that it runs."""
+"""What `make bench` and `make bench-peers` compute, and that they run."""
 
 import json
 import sys
@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import __main__ as parts
 from benchmarks import network, snapshots
 from benchmarks import step as options
-from benchmarks.peers import __main__ as peers
+from benchmarks.peers import compare as peers
 from benchmarks.peers.measure import from_stamps, read_stamps, snapshot_step
 from benchmarks.peers.task import (
     GLOBAL_BATCH_SIZE,
@@ -64,7 +63,9 @@ def test_a_run_of_other_steps_or_processes_is_refused(tmp_path: Path) -> None:
         (tmp_path / f"rank_{rank}.json").write_text(json.dumps(content))
     assert read_stamps(tmp_path, 2, 2) == ([1.0, 2.0], 30)
     for processes, steps in ((1, 2), (3, 2), (2, 3)):
-        with pytest.raises(TrainingError, match=f"{steps} steps of {processes} processes were due"):
+        with pytest.raises(
+            TrainingError, match=f"{steps} steps of {processes} processes were expected"
+        ):
             read_stamps(tmp_path, processes, steps)
 
 
@@ -107,7 +108,7 @@ def test_bad_usage_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(peers.NEEDS, "fabric", "no_such_library")
-    assert cli.attempt(lambda: peers.main(arguments)) == 2
+    assert bench.main(["peers", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert says in line
@@ -115,8 +116,8 @@ def test_bad_usage_is_one_line(
 
 @pytest.mark.parametrize("path", [*ROOT.glob("benchmarks/peers/results/peers.json")])
 def test_the_page_shows_what_was_measured(path: Path) -> None:
-    page = (path.parents[1] / "README.md").read_text()
-    written = page.partition(peers.BEGIN)[2].partition(peers.END)[0].strip()
+    page, (begin, end) = (path.parents[1] / "README.md").read_text(), bench.marks("results")
+    written = page.partition(begin)[2].partition(end)[0].strip()
     result = json.loads(path.read_text())
     assert written == bench.markdown(result, "peers")
     assert result["tables"] == peers.tables(result["runs"])
@@ -161,7 +162,7 @@ def gradients_of_one_number(ranks: Ranks) -> bool:
     ddp.register_comm_hook(None, network.one_number)
     inputs = torch.randn(4, 400, generator=torch.Generator().manual_seed(ranks.rank))
     own = torch.autograd.grad(model(inputs).square().sum(), list(model.parameters()))
-    for _ in range(2):  # the buckets are laid out anew after the first
+    for _ in range(2):  # DDP rebuilds the buckets after the first step
         ddp.zero_grad()
         ddp(inputs).square().sum().backward()
     return all(
@@ -181,12 +182,12 @@ def test_windows_with_a_snapshot_and_without() -> None:
     assert snapshots.windows(steps_s) == [(24, 20)] * 3
 
 
-@pytest.mark.parametrize("part", [*parts.PARTS, *parts.ON_DEMAND])
+@pytest.mark.parametrize("part", [*bench.PARTS, *bench.ON_DEMAND])
 def test_the_page_of_a_part_shows_what_was_measured(part: str) -> None:
     page = (ROOT / "benchmarks" / "README.md").read_text()
-    written = page.partition(f"<!-- {part}: written by make bench -->")[2]
+    begin, end = bench.marks(part)
     result = json.loads((ROOT / "benchmarks" / "results" / f"{part}.json").read_text())
-    shown = written.partition(f"<!-- end of {part} -->")[0].strip()
+    shown = page.partition(begin)[2].partition(end)[0].strip()
     assert shown == bench.markdown(result, part)
     if part == "step":
         assert result["tables"] == [options.table(result["runs"], result["whole"], 5)]
@@ -201,10 +202,13 @@ def test_what_needs_root_is_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    assert cli.attempt(lambda: parts.main([])) == 2
+    assert bench.main([]) == 2
     assert "network needs root" in capsys.readouterr().err
 
 
 def test_parts_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.attempt(lambda: parts.main(["nothing"])) == 2
-    assert "no part nothing: step, input, snapshots, network" in capsys.readouterr().err
+    assert bench.main(["nothing"]) == 2
+    assert (
+        "no benchmark 'nothing': choose from step, input, snapshots, network"
+        in capsys.readouterr().err
+    )

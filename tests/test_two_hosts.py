@@ -1,4 +1,4 @@
-"""Two hosts: network namespaces with an address and a loopback of their own each."""
+"""Two hosts: network namespaces, each with its own address and loopback."""
 
 import os
 import re
@@ -13,11 +13,12 @@ from tests.conftest import Recipe, Result, need, need_root, wait_for
 
 OPTIONS = ("--epochs", "2", "--log-every", "5")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
+CABLE = "link add eth0 netns {} type veth peer name eth0 netns {}"
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[list[str]]]:
-    """For each host the words that run a command on it."""
+    """For each host, the words that run a command on it."""
     with two_hosts() as names:
         yield [["ip", "netns", "exec", name] for name in names]
 
@@ -36,20 +37,7 @@ def two_hosts() -> Iterator[list[str]]:
         for name in names:
             ip("netns", "add", name)
             ip("-n", name, "link", "set", "lo", "up")
-        ip(
-            "link",
-            "add",
-            "eth0",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "eth0",
-            "netns",
-            names[1],
-        )
+        ip(*CABLE.format(*names).split())
         for name, address in zip(names, ADDRESSES, strict=True):
             ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
@@ -59,28 +47,25 @@ def two_hosts() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "delete", name], check=False)
 
 
+def meeting(node: int, address: str = ADDRESSES[0]) -> list[str]:
+    """Options with which the launcher, or torchrun, of one of the two hosts finds the other."""
+    options = f"--nnodes 2 --node-rank {node} --master-addr {address} --master-port 29500"
+    return options.split()
+
+
+def launched(recipe: Recipe, node: int, *options: str, address: str = ADDRESSES[0]) -> list[str]:
+    """The command that starts ddp_launch by hand on one of the two hosts, as the README says."""
+    return recipe.command("ddp_launch", "--nproc", "1", *meeting(node, address), *options)
+
+
 def on_both(
     recipe: Recipe, hosts: list[list[str]], *options: str, address: str = ADDRESSES[0]
 ) -> list[Result]:
-    """Start ddp_launch by hand on both hosts, as the README says."""
+    """Start ddp_launch by hand on both hosts, with the same options or with those of each host."""
     processes = []
     for node, host in enumerate(hosts):
         extra = options[node].split() if len(options) == 2 else []
-        command = recipe.command(
-            "ddp_launch",
-            "--nproc",
-            "1",
-            "--nnodes",
-            "2",
-            "--node-rank",
-            str(node),
-            "--master-addr",
-            address,
-            "--master-port",
-            "29500",
-            *OPTIONS,
-            *extra,
-        )
+        command = launched(recipe, node, *OPTIONS, *extra, address=address)
         processes.append(recipe.start(*host, *command))
     return [recipe.finish(process, recipe.tmp_path / "run", 60) for process in processes]
 
@@ -100,14 +85,7 @@ def test_by_hand_and_by_torchrun(recipe: Recipe, hosts: list[list[str]]) -> None
             "torch.distributed.run",
             "--nproc-per-node",
             "1",
-            "--nnodes",
-            "2",
-            "--node-rank",
-            str(node),
-            "--master-addr",
-            ADDRESSES[0],
-            "--master-port",
-            "29500",
+            *meeting(node),
             "-m",
             "recipes.ddp_launch.train",
             *OPTIONS,
@@ -146,22 +124,7 @@ def listening(host: list[str]) -> set[str]:
 def test_nothing_listens_on_every_interface(recipe: Recipe, hosts: list[list[str]]) -> None:
     """Neither the store, which has no authentication, nor the ranks' own sockets."""
     for node, host in enumerate(hosts):
-        command = recipe.command(
-            "ddp_launch",
-            "--nproc",
-            "1",
-            "--nnodes",
-            "2",
-            "--node-rank",
-            str(node),
-            "--master-addr",
-            ADDRESSES[0],
-            "--master-port",
-            "29500",
-            "--epochs",
-            "500",
-        )
-        recipe.start(*host, *command)
+        recipe.start(*host, *launched(recipe, node, "--epochs", "500"))
     wait_for(lambda: list((recipe.tmp_path / "run").glob("snapshots/*.pt")))
     for address, host in zip(ADDRESSES, hosts, strict=True):
         own = "".join(f"{int(part):02X}" for part in reversed(address.split(".")))

@@ -1,72 +1,139 @@
-"""`make bench RECIPE=NAME`: a recipe's comparison, measured here, into its results/ and README.
+"""`make bench`: measure, and renew results/ (JSON file, figure) and README.md of what is measured.
 
-    python -m tools.bench NAME [options]       measure, and renew results/, figure and README
-    python -m tools.bench NAME --default-run   renew what the README says that a run printed
-    python -m tools.bench NAME --redraw        renew figure and README from the JSON that is there
-    python -m recipes NAME --compare [options]   measure into --output-dir, and change nothing here;
-                                                 it starts this program with the same options
+    python -m tools.bench [WHAT ...] [--rounds N]   measure
+    python -m tools.bench WHAT --output DIR         measure into DIR; change nothing else
+    python -m tools.bench [WHAT ...] --redraw       renew figures and README.md from the JSON files
+    python -m tools.bench RECIPE --default-run      renew only what README.md shows of `make run`
 
-A recipe's compare.py has `measure(arguments, folder, rounds)`, which returns tables and what the
-figure needs, and `draw(result, path)`.
+WHAT is a part of benchmarks/ (default: step, input, snapshots and network), or a recipe that has a
+compare.py. Options that are not listed below go to the recipe, or to peers (--steps, --processes,
+--only). `python -m benchmarks`, `python -m benchmarks.peers` and `python -m recipes NAME --compare`
+start this program, too; the last one measures into --output-dir.
 """
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from common import ROOT, cli
-from common.errors import STATUS_FINISHED, InputError
+from common.errors import InputError
 from common.files import write_json
 from common.launch.fresh import run_fresh
 from common.launch.process import end_process, stop_at_once
+from common.launch.start import LaunchOptions
 from common.run.folder import result_folder
 from common.run.manifest import describe_machine
 
-BEGIN, END = "<!-- results: written by make bench -->", "<!-- end of results -->"
-BEGIN_RUN, END_RUN = "<!-- default run: written by make bench -->", "<!-- end of default run -->"
+PARTS = ("step", "input", "snapshots", "network")
+ON_DEMAND = ("learning",)
+"""Takes half an hour, and says nothing about speed."""
 
 
-def comparison(name: str) -> Any:
-    """The recipe's compare module.
+@dataclass(frozen=True)
+class Subject:
+    """What can be measured."""
+
+    home: Path
+    """Folder of README.md and results/."""
+    module: str
+    """Has `measure`, which returns tables and what the figure needs, and `draw(result, path)`."""
+    file: str
+    """Name of the JSON file and the figure, without suffix."""
+    part: str
+    """Part of README.md that shows the tables."""
+    command: str
+    """What measures it, after `python -m`."""
+    is_recipe: bool = False
+    rounds: int = 5
+
+    @property
+    def takes_options(self) -> bool:
+        """Whether it is `measure(options, folder, rounds)`, and not `measure(folder, rounds)`."""
+        return self.is_recipe or self.file == "peers"
+
+
+SUBJECTS = {
+    **{
+        name: Subject(ROOT / "benchmarks", f"benchmarks.{name}", name, name, f"benchmarks {name}")
+        for name in (*PARTS, *ON_DEMAND)
+    },
+    "peers": Subject(
+        ROOT / "benchmarks" / "peers",
+        "benchmarks.peers.compare",
+        "peers",
+        "results",
+        "benchmarks.peers",
+    ),
+    **{
+        path.parent.name: Subject(
+            path.parent,
+            f"recipes.{path.parent.name}.compare",
+            "comparison",
+            "results",
+            f"recipes {path.parent.name} --compare",
+            is_recipe=True,
+            rounds=LaunchOptions.compare_rounds,
+        )
+        for path in sorted((ROOT / "recipes").glob("*/train.py"))
+    },
+}
+
+
+def check(names: Sequence[str], given: argparse.Namespace, options: Sequence[str]) -> None:
+    """Refuse what cannot be measured before anything is measured.
 
     Raises:
-        InputError: it has none.
+        InputError: wrong names or options, or a part that needs root.
     """
-    having = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/compare.py"))
-    if name not in having:
-        raise InputError(f"{name or 'no RECIPE'} has no comparison: {', '.join(having)} have")
-    return import_module(f"recipes.{name}.compare")
+    if unknown := [name for name in names if name not in SUBJECTS]:
+        raise InputError(f"no benchmark {unknown[0]!r}: choose from {', '.join(SUBJECTS)}")
+    if given.rounds is not None and given.rounds < 1:
+        raise InputError("--rounds must be at least 1")
+    if options and not all(SUBJECTS[name].takes_options for name in names):
+        raise InputError(f"unknown options: {shlex.join(options)}. --help lists the options")
+    if given.default_run and not all(SUBJECTS[name].is_recipe for name in names):
+        raise InputError("--default-run is for a recipe: name one")
+    if given.redraw or given.default_run:
+        return
+    compared = sorted(path.parent.name for path in ROOT.glob("recipes/*/compare.py"))
+    for name in names:
+        if SUBJECTS[name].is_recipe:
+            if name not in compared:
+                raise InputError(f"{name} has no comparison: choose from {', '.join(compared)}")
+            cli.parse(name, import_module(f"recipes.{name}.train").Config, options)
+    if "network" in names and os.geteuid():
+        raise InputError(f"network needs root, to simulate hosts: name {', '.join(PARTS[:-1])}")
 
 
-def measure(name: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Measure and describe: the content of comparison.json."""
-    module = comparison(name)
-    config_class = import_module(f"recipes.{name}.train").Config
-    launch, _ = cli.parse(name, config_class, arguments)  # before anything is measured
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--compare-rounds", "--compare_rounds")
-    _, options = parser.parse_known_args(list(arguments))
-    machine = describe_machine()  # of the code that is measured
+def measure(subject: Subject, rounds: int, options: list[str]) -> dict[str, Any]:
+    """The content of the JSON file."""
+    module = import_module(subject.module)
+    machine = describe_machine()  # before: the code that is measured may be edited meanwhile
+    command = ["python", "-m", *subject.command.split(), *options]
+    if rounds != subject.rounds:
+        command += ["--compare-rounds" if subject.is_recipe else "--rounds", str(rounds)]
     start_s = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        found = module.measure(options, Path(folder), launch.compare_rounds)
-    command = ["python", "-m", "recipes", name, "--compare", *arguments]
+    with tempfile.TemporaryDirectory() as scratch:
+        first = [options] if subject.takes_options else []
+        found = module.measure(*first, Path(scratch), rounds)
     elapsed_s = round(time.monotonic() - start_s, 1)
     about = {"command": shlex.join(command), "elapsed_s": elapsed_s, **machine}
-    if "cpu" in arguments:
-        about["gpu"] = None  # there may be one, but this is not its table
-    return {"recipe": name, "about": about, **found}
+    if "cpu" in options or not subject.is_recipe:
+        about["gpu"] = None  # not used, even if the machine has one
+    return {"about": about, **found}
 
 
 def default_run(name: str) -> dict[str, Any]:
-    """Run the recipe with its defaults: the content of make_run.json."""
+    """Run a recipe with its defaults: the content of make_run.json."""
     with tempfile.TemporaryDirectory() as folder:
         printed = run_fresh("recipes", [name, "--output-dir", folder])
         content: dict[str, Any] = {"started_by": f"make run RECIPE={name}"}
@@ -77,25 +144,24 @@ def default_run(name: str) -> dict[str, Any]:
     return {**content, "printed": [line.rstrip() for line in lines]}
 
 
-def machine(about: dict[str, Any]) -> str:
-    """Where it was measured, in words."""
+def machine_in_words(about: dict[str, Any]) -> str:
+    """The GPU, or the CPU cores."""
     return str(about["gpu"] or f"{about['cpu_cores']} cores of an {about['cpu']}, no GPU")
 
 
 def shown(run: dict[str, Any]) -> str:
-    """What a run printed, the epochs but the first and the last left out."""
+    """What a default run printed, in Markdown; of the epochs only the first and the last."""
     lines = list(run["printed"])
     epochs = [place for place, line in enumerate(lines) if line.startswith("epoch ")]
     if len(epochs) > 2:
         lines[epochs[1] : epochs[-1]] = ["..."]
     text = "\n".join([f"$ {run['started_by']}", *lines]).rstrip()
-    return (
-        f"```\n{text}\n```\n\n({machine(run['manifest'])}; [make_run.json](results/make_run.json).)"
-    )
+    about = machine_in_words(run["manifest"])
+    return f"```\n{text}\n```\n\n({about}; [make_run.json](results/make_run.json).)"
 
 
-def markdown(result: dict[str, Any], kind: str = "comparison") -> str:
-    """The tables of a comparison, and where they were measured; `kind` names its files."""
+def markdown(result: dict[str, Any], file: str = "comparison") -> str:
+    """The tables, where they were measured, and the figure; `file` as in Subject."""
     parts = []
     for table in result["tables"]:
         rows = [table["columns"], ["---"] * len(table["columns"]), *table["rows"]]
@@ -103,9 +169,9 @@ def markdown(result: dict[str, Any], kind: str = "comparison") -> str:
         parts.append(f"{table['title']}\n\n" + "\n".join(lines))
     about = result["about"]
     parts.append(
-        f"({machine(about)}; torch {about['torch']}, Python {about['python']}; "
-        f"`{about['command']}`; [{kind}.json](results/{kind}.json).)\n\n"
-        f"![the figure](results/{kind}.png)"
+        f"({machine_in_words(about)}; torch {about['torch']}, Python {about['python']}; "
+        f"`{about['command']}`; [{file}.json](results/{file}.json).)\n\n"
+        f"![the figure](results/{file}.png)"
     )
     return "\n\n".join(parts)
 
@@ -121,61 +187,81 @@ def plain(result: dict[str, Any]) -> str:
     return "\n\n" + "\n\n".join(parts) + "\n"
 
 
-def run(name: str, arguments: Sequence[str]) -> None:
-    """`python -m recipes NAME --compare`: into --output-dir."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--compare", action="store_true")
-    parser.add_argument("--output-dir", "--output_dir", type=Path)
-    given, rest = parser.parse_known_args(list(arguments))
-    folder = result_folder(given.output_dir, name, "comparison")
-    result = measure(name, rest)
-    write_json(folder / "comparison.json", result)
-    comparison(name).draw(result, folder / "comparison.png")
-    print(plain(result) + f"\n  {folder}/comparison.json, comparison.png")
+def marks(part: str) -> tuple[str, str]:
+    """The lines around a part of a README.md that this program writes."""
+    return f"<!-- {part}: written by make bench -->", f"<!-- end of {part} -->"
 
 
-def renew(name: str, arguments: Sequence[str]) -> None:
-    """`make bench`: into the recipe's results/ and README."""
-    wanted = arguments[0] if arguments and arguments[0] in ("--redraw", "--default-run") else None
-    if wanted != "--default-run":
-        comparison(name)  # refuses an unknown name
-    results = ROOT / "recipes" / name / "results"
-    results.mkdir(exist_ok=True)
-    compared, ran = results / "comparison.json", results / "make_run.json"
-    if wanted is None:
-        write_json(compared, measure(name, arguments))
-    if wanted != "--redraw":
-        write_json(ran, default_run(name))
-    readme = results.parent / "README.md"
-    text = readme.read_text()
-    if compared.exists():
-        result = json.loads(compared.read_text())
-        comparison(name).draw(result, results / "comparison.png")
-        text = put_between(text, BEGIN, END, markdown(result))
-        print(plain(result))
-    if ran.exists():
-        text = put_between(text, BEGIN_RUN, END_RUN, shown(json.loads(ran.read_text())))
-    readme.write_text(text)
-    print(f"  renewed {readme} and {results}")
-
-
-def put_between(text: str, begin: str, end: str, content: str) -> str:
-    """The text with what stands between two markers replaced."""
-    before, _, rest = text.partition(begin)
+def put_between(page: Path, begin: str, end: str, content: str) -> None:
+    """Replace what stands between two lines of a page, if it has these lines."""
+    before, _, rest = page.read_text().partition(begin)
     _old, found, after = rest.partition(end)
-    return f"{before}{begin}\n{content}\n{end}{after}" if found else text
+    if found:
+        page.write_text(f"{before}{begin}\n{content}\n{end}{after}")
 
 
-def main() -> int:
+def renew(name: str, given: argparse.Namespace, options: list[str]) -> None:
+    """Measure one subject if asked to, and show the result."""
+    subject = SUBJECTS[name]
+    results, page = subject.home / "results", subject.home / "README.md"
+    folder = result_folder(given.output, name, subject.file) if given.compare else given.output
+    folder = folder or results
+    file, run = folder / f"{subject.file}.json", results / "make_run.json"
+    if not given.redraw:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not given.default_run:
+            write_json(file, measure(subject, given.rounds or subject.rounds, options))
+        if subject.is_recipe and folder == results:
+            write_json(run, default_run(name))
+    elif not file.exists() and not run.exists():
+        raise InputError(f"nothing was measured yet: {file} is missing")
+    if file.exists():
+        result = json.loads(file.read_text())
+        import_module(subject.module).draw(result, file.with_suffix(".png"))
+        print(plain(result) + f"\n  {file}, {file.stem}.png")
+        if folder == results:
+            put_between(page, *marks(subject.part), markdown(result, subject.file))
+    if folder == results and run.exists():
+        put_between(page, *marks("default run"), shown(json.loads(run.read_text())))
+
+
+def bench(arguments: Sequence[str]) -> None:
+    """Measure or redraw, as a command line says.
+
+    Raises:
+        InputError: something on the command line is wrong.
+    """
+    parser = cli.Parser("", __doc__)
+    parser.prog = "python -m tools.bench"
+    parser.add_argument("what", nargs="*", metavar="WHAT", help=", ".join(SUBJECTS))
+    parser.add_argument(
+        "--rounds",
+        "--compare-rounds",
+        "--compare_rounds",
+        type=int,
+        help="rounds in which each variant is measured once (default 5, for recipes 3)",
+    )
+    parser.add_argument(
+        "--output", "--output-dir", "--output_dir", type=Path, help="folder of the results"
+    )
+    parser.add_argument("--redraw", action="store_true", help="measure nothing; draw again")
+    parser.add_argument("--default-run", action="store_true", help="run the recipe's defaults only")
+    parser.add_argument("--compare", action="store_true", help=argparse.SUPPRESS)
+    given, options = parser.parse_known_args(list(arguments))
+    names, recorded = given.what, [n for n, s in SUBJECTS.items() if (s.home / "results").is_dir()]
+    if names and names[0] not in (*PARTS, *ON_DEMAND):  # a recipe may have words among its options
+        names, options = names[:1], [*names[1:], *options]
+    names = names or (recorded if given.redraw else PARTS)
+    check(names, given, options)
+    for name in names:
+        renew(name, given, options)
+
+
+def main(arguments: Sequence[str]) -> int:
     """Run from a command line; returns the exit status."""
     stop_at_once()
-    name, *arguments = sys.argv[1:] or [""]
-    if name in ("-h", "--help"):
-        print(__doc__)
-        return STATUS_FINISHED
-    do = run if "--compare" in arguments else renew
-    return cli.attempt(lambda: do(name, arguments))
+    return cli.attempt(lambda: bench(arguments))
 
 
 if __name__ == "__main__":
-    end_process(main())
+    end_process(main(sys.argv[1:]))

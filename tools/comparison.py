@@ -1,4 +1,4 @@
-"""Comparing alternatives fairly: each in a fresh process, in turn, the median of several rounds."""
+"""Compare alternatives fairly: each in a fresh process, taking turns; the median of the rounds."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def run_recipe(
     folder: Path,
     env: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Run a recipe into `folder` by the front door; its summary, and `epoch_s` of training."""
+    """Run a recipe into `folder`; its summary, and `epoch_s`, the seconds of training per epoch."""
     run_fresh("recipes", [name, *arguments, "--output-dir", folder], env)
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     batch_size = json.loads((folder / "config.json").read_text())["global_batch_size"]
@@ -29,7 +29,7 @@ def run_recipe(
 
 
 def visible_devices(gpus: Sequence[str]) -> str:
-    """CUDA_VISIBLE_DEVICES for GPUs that this process numbers so."""
+    """CUDA_VISIBLE_DEVICES that selects GPUs by the numbers that this process uses for them."""
     own = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = own.split(",") if own else []
     return ",".join(names[int(gpu)] if own else gpu for gpu in gpus)
@@ -38,12 +38,9 @@ def visible_devices(gpus: Sequence[str]) -> str:
 def in_turn(
     variants: Sequence[str], measure: Callable[[str, int], T], rounds: int
 ) -> dict[str, list[T]]:
-    """Measure every variant once a round, so that what drifts on the machine meets all alike.
+    """Measure every variant once per round, so that a machine whose speed drifts favours none.
 
-    Args:
-        variants: their names.
-        measure: measures one of them, given its name and the number of the round.
-        rounds: how often each is measured.
+    `measure` gets the name of a variant and the number of the round.
     """
     found: dict[str, list[T]] = {name: [] for name in variants}
     with progress_bar(rounds * len(variants), 0, Ranks(), unit="run") as bar:
@@ -63,5 +60,5 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 
 def median(runs: Sequence[Mapping[str, Any]], key: str) -> float:
-    """Median of a number over the rounds of one variant."""
+    """Median of `key` over the rounds of one variant."""
     return float(statistics.median(run[key] for run in runs))

@@ -1,6 +1,6 @@
-"""The README's picture: one training on 1, 2 and 4 processes, and killed and resumed, as one curve.
+"""The README's picture: the loss on 1, 2 and 4 processes, and after a kill, is one curve.
 
-python -m tools.picture     train four times, about a minute; renew docs/same_bits.json and .png
+python -m tools.picture     train four times (a minute); renew docs/same_bits.json and .png
 """
 
 import json
@@ -42,7 +42,7 @@ RESULT = ROOT / "docs" / "same_bits.json"
 
 
 def kill_a_run(folder: Path) -> int:
-    """Start the training on 4 processes and kill all of them; the last step that was logged."""
+    """Start the training on 4 processes and kill all of them; returns the last logged step."""
     command = [
         sys.executable,
         "-P",
@@ -61,7 +61,7 @@ def kill_a_run(folder: Path) -> int:
     log = folder / "metrics.jsonl"
     while not log.exists() or len(log.read_text().splitlines()) < KILL_AFTER:
         if process.poll() is not None:
-            raise TrainingError("the run that was to be killed has ended by itself")
+            raise TrainingError("the run ended before it was killed")
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -72,7 +72,7 @@ def measure(folder: Path) -> dict[str, Any]:
     """Losses and weights of each run.
 
     Raises:
-        TrainingError: the runs did not end with the same weights.
+        TrainingError: the weights of the runs differ.
     """
     runs: dict[str, Any] = {}
     killed_after = kill_a_run(folder / "killed")
@@ -86,7 +86,7 @@ def measure(folder: Path) -> dict[str, Any]:
         losses = [line["loss"] for line in read_metrics(run) if "loss" in line]
         runs[name] = {"weights_sha256": summary["weights_sha256"], "losses": losses}
     if len({run["weights_sha256"] for run in runs.values()}) > 1:
-        raise TrainingError(f"the runs ended with other weights: {runs}")
+        raise TrainingError(f"the weights of the runs differ: {runs}")
     return {"killed_after": killed_after, "runs": runs}
 
 

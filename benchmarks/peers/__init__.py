@@ -1,4 +1,4 @@
-"""ddp_launch beside other ways to write the same training: `make bench-peers`."""
+"""ddp_launch beside other libraries that do the same training: `make bench-peers`."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""From the times after each optimizer step to the numbers that are compared."""
+"""Compute the compared numbers from the time after each optimizer step."""
 
 import json
 import os
@@ -17,20 +17,19 @@ INJECT = Path(__file__).parent / "inject"
 def from_stamps(
     stamps: Sequence[float], started: float, steps_per_epoch: int, snapshot_after: int
 ) -> dict[str, float]:
-    """What rank 0's steps tell, the same for every contestant.
+    """The numbers of one run, computed in the same way for every contestant.
 
     Args:
-        stamps: time after each optimizer step [s since the epoch].
+        stamps: rank 0's time after each optimizer step [s since the epoch].
         started: when the command was started, by the same clock.
-        steps_per_epoch: of which the last one's interval to the next is no training: evaluation,
-            a new iterator of the loader.
+        steps_per_epoch: the time from an epoch's last step to the next step is not training.
         snapshot_after: the step, counted from 1, after which the training state was saved once.
 
     Returns:
-        `start_up_s` to the first step's end; `steps_per_s` within epochs, without what is left of
-        the snapshot's epoch; `snapshot_s`, by which that takes longer than so many median
-        intervals: it may be written beside the steps that follow;
-        `boundary_s`, the median of the intervals between epochs (0 where there is none).
+        `start_up_s`: until the first step has ended. `steps_per_s`: within epochs, without the
+        steps from the snapshot to the end of its epoch. `snapshot_s`: how much longer these steps
+        take than as many median steps, because a snapshot may be written while training continues.
+        `boundary_s`: median time between epochs (0 if there is only one epoch).
     """
     intervals = dict(enumerate((after - before for before, after in pairwise(stamps)), start=1))
     end = -(-snapshot_after // steps_per_epoch) * steps_per_epoch
@@ -46,9 +45,9 @@ def from_stamps(
 
 
 def snapshot_step(steps: int, steps_per_epoch: int) -> int:
-    """The first step past the half of all that is in the middle of an epoch, counted from 1.
+    """The first step in the second half of the run that is in the middle of an epoch, from 1.
 
-    Past the half, so that `--snapshot-every` saves there once.
+    In the second half, so that `--snapshot-every` saves only once.
     """
     middle = steps_per_epoch // 2
     epoch = -(-(steps // 2 + 1 - middle) // steps_per_epoch)
@@ -56,17 +55,14 @@ def snapshot_step(steps: int, steps_per_epoch: int) -> int:
 
 
 def instrumented(folder: Path, **more: str) -> dict[str, str]:
-    """An environment in which every rank leaves its stamps in `folder`."""
+    """An environment in which every rank writes its stamps into `folder`."""
     environment = fresh_environment({**more, "PEERS_STAMPS": str(folder)})
     environment["PYTHONPATH"] = f"{INJECT}{os.pathsep}{environment['PYTHONPATH']}"
     return environment
 
 
 def run_stamped(folder: Path, options: Sequence[str]) -> list[float]:
-    """Run ddp_launch into `folder`/run, both new; rank 0's stamps.
-
-    Raises what `run_fresh` does.
-    """
+    """Run ddp_launch into `folder`/run; rank 0's stamps. `folder` must not exist."""
     folder.mkdir()
     run_fresh(
         "recipes",
@@ -81,12 +77,12 @@ def read_stamps(folder: Path, processes: int, steps: int) -> tuple[list[float], 
     """Rank 0's stamps, and the largest peak memory of a rank [bytes].
 
     Raises:
-        TrainingError: not so many ranks, or not so many steps each: it was not what was asked for.
+        TrainingError: another number of ranks or steps.
     """
     ranks: dict[str, Any] = {
         path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("rank_*.json"))
     }
     found = {name: len(rank["stamps"]) for name, rank in ranks.items()}
     if found != {f"rank_{rank}": steps for rank in range(processes)}:
-        raise TrainingError(f"{steps} steps of {processes} processes were due, found {found}")
+        raise TrainingError(f"{steps} steps of {processes} processes were expected, found {found}")
     return ranks["rank_0"]["stamps"], max(rank["peak_bytes"] for rank in ranks.values())

@@ -1,4 +1,4 @@
-"""What the peers train and on what: ddp_launch's model, data and options. Not how they train."""
+"""What all peers share: the model, the data and the options of ddp_launch, but no training code."""
 
 import argparse
 import json
@@ -23,19 +23,19 @@ STEPS_PER_EPOCH = 14
 
 @dataclass(frozen=True)
 class Task:
-    """What one run is asked to do."""
+    """The task of one run."""
 
     processes: int
     steps: int
-    """Optimizer steps in all [steps]."""
+    """Optimizer steps of the run [steps]."""
     snapshot_after: int
     """Save the training state after this step, counted from 1."""
     folder: Path
-    """Of this run; exists."""
+    """Folder of the run; exists."""
 
     @property
     def epochs(self) -> int:
-        """Passes over the data, the last perhaps not to its end; the schedule's length."""
+        """Length of the schedule [epochs]; the last epoch may stop early."""
         return -(-self.steps // STEPS_PER_EPOCH)
 
     @property
@@ -83,7 +83,7 @@ def make_data() -> tuple[Digits, Digits]:
 
 
 def make_model() -> nn.Module:
-    """The recipe's default."""
+    """The default model of the recipe."""
     return build_model(ModelOptions(), channels=1, classes=10, side=8)
 
 
@@ -102,5 +102,5 @@ def make_optimizer(
 
 
 def finish(task: Task, val_accuracy: Any) -> None:
-    """Leave what tells that it was the same training, for the driver; rank 0 calls it."""
+    """Write the accuracy, which shows that the training was the same. Only rank 0 calls this."""
     (task.folder / "summary.json").write_text(json.dumps({"val_accuracy": float(val_accuracy)}))

@@ -5,8 +5,8 @@
     python -m benchmarks.peers.with_accelerate ...                      one process
 
 `accelerate launch --cpu --num_processes 2` starts one process unless it is given an MPI host file
-(1.15.0, `prepare_simple_launcher_cmd_env`), so torchrun it is, which the docs name as the other
-way to start the same script.
+(1.15.0, `prepare_simple_launcher_cmd_env`). Therefore we use torchrun, which the documentation
+names as the other way to start the same script.
 
 Source: huggingface.co/docs/accelerate, "Launching Accelerate scripts", "Migrating your code".
 """

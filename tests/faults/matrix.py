@@ -14,13 +14,13 @@ BEGIN, END = "<!-- faults: written by make faults -->", "<!-- end of faults -->"
 
 
 def save(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write what was seen."""
+    """Write the results."""
     path.parent.mkdir(exist_ok=True)
     write_json(path, {"command": "make faults", **describe_machine(), "rows": rows})
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """One line a fault: recipes, seconds until nothing is left, status, first line."""
+    """One line per fault: recipes, seconds until all processes have ended, status, first line."""
     lines = [
         "| what happens | in | all ended after | status | first line |",
         "|---|---|---|---|---|",
@@ -40,7 +40,7 @@ def main() -> None:
     """Renew the page's table from the result."""
     page = ROOT / "docs" / "faults.md"
     rows = json.loads(RESULT.read_text())["rows"]
-    page.write_text(put_between(page.read_text(), BEGIN, END, table(rows)))
+    put_between(page, BEGIN, END, table(rows))
 
 
 if __name__ == "__main__":

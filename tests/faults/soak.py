@@ -1,9 +1,9 @@
-"""`make soak ROUNDS=50`: runs that are interrupted at random moments, until each has ended.
+"""`make soak ROUNDS=50`: runs that are interrupted at random moments and started again.
 
-Every round trains ddp_launch over 2 or 3 ranks, kills or stops it at random moments, up to five
+Every round trains ddp_launch on 2 or 3 ranks, kills or stops it at random moments, up to five
 times, and starts it again each time. Nothing may be lost: metrics.jsonl has every step once, in
 order, and the weights are those of a run that was never interrupted. The ranks are forked from a
-process that has imported everything: a start takes a fraction of a second.
+process that has imported everything, so that a start takes a fraction of a second.
 """
 
 import argparse
@@ -47,7 +47,7 @@ GRACE_S = 2
 
 
 def be_rank(rank: int, world_size: int, store: Any, config: Config, log: Path) -> None:
-    """Train as one rank, and say what there is to say into `log`."""
+    """Train as one rank; stdout and stderr go to `log`."""
     out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -60,7 +60,7 @@ def be_rank(rank: int, world_size: int, store: Any, config: Config, log: Path) -
 
 
 def start(world_size: int, folder: Path) -> list[ForkProcess]:
-    """Start or go on with the run in `folder`."""
+    """Start or resume the run in `folder`."""
     config = Config(
         run=RunOptions(output_dir=folder, log_every=1, snapshot_every=2, timeout_s=20),
         optimizer=OptimizerOptions(epochs=2),
@@ -80,7 +80,7 @@ def start(world_size: int, folder: Path) -> list[ForkProcess]:
 
 
 def wait(processes: Sequence[ForkProcess], seconds: float) -> bool:
-    """Whether all have ended within so many seconds."""
+    """Wait at most `seconds`; whether all have ended."""
     deadline = time.monotonic() + seconds
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
@@ -88,9 +88,9 @@ def wait(processes: Sequence[ForkProcess], seconds: float) -> bool:
 
 
 def interrupt(processes: Sequence[ForkProcess], dice: random.Random) -> str:
-    """Kill every rank or one of them, or ask all to stop; which.
+    """Kill all ranks or one rank, or ask all to stop; returns which of these.
 
-    As the launcher does it, ranks that wait for one that is gone are killed, too.
+    Ranks that then wait for a killed rank are killed, too, as the launcher does.
     """
     how = dice.choice(("all killed", "one killed", "asked to stop"))
     for victim in [dice.choice(processes)] if how == "one killed" else processes:
@@ -103,7 +103,7 @@ def interrupt(processes: Sequence[ForkProcess], dice: random.Random) -> str:
 
 
 def problems(folder: Path, expected_sha: str) -> list[str]:
-    """What is wrong with a run that has ended."""
+    """The faults of a run that has ended."""
     lines = read_metrics(folder)
     count = Counter(line["step"] for line in lines if "loss" in line)
     steps = [line["step"] for line in lines if "loss" in line]
@@ -117,10 +117,10 @@ def problems(folder: Path, expected_sha: str) -> list[str]:
 
 
 def play(world_size: int, folder: Path, dice: random.Random, usual_s: float) -> list[str]:
-    """One round: train to the end through interruptions; how it was interrupted.
+    """One round: train to the end; returns the interruptions.
 
     Raises:
-        RuntimeError: a process that does not end, or a start that ends otherwise than it should.
+        RuntimeError: a process does not end, or ends with an unexpected status.
     """
     interruptions: list[str] = []
     most = dice.randint(1, 5)
@@ -142,7 +142,7 @@ def play(world_size: int, folder: Path, dice: random.Random, usual_s: float) -> 
 
 
 def soak(rounds: int, seed: int, folder: Path) -> dict[str, Any]:
-    """Play all rounds; what was counted."""
+    """Play all rounds; the counts."""
     expected, usual_s = {}, 0.0
     for world_size in WORLDS:
         start_s = time.monotonic()
@@ -172,10 +172,12 @@ def soak(rounds: int, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """0 where nothing was lost."""
+    """Run from a command line; 0 if nothing was lost."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments and ways")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the random moments and interruptions"
+    )
     parser.add_argument("--output", type=Path, default=RESULT, help="the JSON file to write")
     given = parser.parse_args()
     torch.set_num_threads(1)

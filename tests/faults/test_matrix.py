@@ -1,4 +1,4 @@
-"""The fault matrix: each fault happens for real in a real run, and the run ends as it should.
+"""The fault matrix: each fault really happens in a real run, and the run ends as it should.
 
 `make faults` runs it and writes results/matrix.json and the table in docs/faults.md from it.
 """
@@ -23,7 +23,7 @@ from common.run import snapshot_files
 from tests.conftest import Recipe, Result, need, small_disk, wait_for
 from tests.faults import matrix
 from tests.test_data import flowers
-from tests.test_two_hosts import ADDRESSES, two_hosts
+from tests.test_two_hosts import launched, two_hosts
 
 pytestmark = pytest.mark.slow
 
@@ -50,12 +50,12 @@ class Fault:
     recipes: tuple[str, ...] = tuple(RECIPES)
     rank: int = 1
     act: Callable[[Any, Path], None] | None = None
-    """Done from outside once training is under way; None: the rank itself does it."""
+    """Causes the fault from outside, during training. None: the rank itself causes it."""
     step_s: float = 0.0
 
 
 def signalled(*numbers: int) -> Callable[[Any, Path], None]:
-    """Signals to the launcher, one after another."""
+    """Send signals to the launcher, one after another."""
 
     def act(process: Any, _folder: Path) -> None:
         for number in numbers:
@@ -123,7 +123,7 @@ class Scene:
         }
 
     def processes(self) -> list[int]:
-        """Ids of all processes of this scene that are alive, wherever they were put."""
+        """Ids of all living processes of this scene, in any session or namespace."""
         found, word = [], f"SCENE={self.folder}".encode()
         for path in Path("/proc").glob("[0-9]*/environ"):
             try:
@@ -135,7 +135,7 @@ class Scene:
         return found
 
     def wait_until_gone(self, since_s: float, limit_s: float) -> float:
-        """Seconds from `since_s` (monotonic) until no process of the scene is left."""
+        """Seconds from `since_s` (monotonic) until all processes of the scene have ended."""
         wait_for(lambda: not self.processes(), limit_s)
         return time.monotonic() - since_s
 
@@ -147,7 +147,7 @@ def scene(recipe: Recipe) -> Scene:
 
 @pytest.fixture(scope="module")
 def rows() -> Iterator[list[dict[str, Any]]]:
-    """What was seen; written where `make faults` asks for it."""
+    """The results; `make faults` has them written to a file."""
     found: list[dict[str, Any]] = []
     yield found
     if path := os.environ.get("FAULTS_JSON"):
@@ -170,12 +170,12 @@ def nproc(name: str) -> tuple[str, ...]:
 
 
 def shared_memory() -> set[Path]:
-    """What there is, of anybody."""
+    """All files in /dev/shm, of all users."""
     return set(Path("/dev/shm").iterdir())
 
 
 def assert_intact(folder: Path) -> int:
-    """The newest snapshot is whole; its step."""
+    """Check that the newest snapshot is whole; returns its step."""
     newest = snapshot_files.list_snapshots(folder / "snapshots")[0]
     assert not list(folder.glob("snapshots/*.tmp"))
     return int(snapshot_files.read(newest)["step"])
@@ -237,7 +237,7 @@ class Hosts:
     names: list[str]
 
     def run(self, node: int, *command: str) -> list[str]:
-        """The words that run a command on a host."""
+        """The command line that runs a command on a host."""
         return ["ip", "netns", "exec", self.names[node], *command]
 
     def cable(self, state: str) -> None:
@@ -253,27 +253,12 @@ def hosts() -> Iterator[Hosts]:
 
 
 def start_on_both(scene: Scene, hosts: Hosts, timeout_s: int = TIMEOUT_S, **env: str) -> list[Any]:
-    """ddp_launch, a process a host."""
+    """ddp_launch, one process per host."""
     return [
         scene.recipe.start(
             *hosts.run(
                 node,
-                *scene.recipe.command(
-                    "ddp_launch",
-                    "--nproc",
-                    "1",
-                    "--nnodes",
-                    "2",
-                    "--node-rank",
-                    str(node),
-                    "--master-addr",
-                    ADDRESSES[0],
-                    "--master-port",
-                    "29500",
-                    *OPTIONS,
-                    "--timeout-s",
-                    str(timeout_s),
-                ),
+                *launched(scene.recipe, node, *OPTIONS, "--timeout-s", str(timeout_s)),
             ),
             env={**scene.env, "STEP_S": "0.3", **env},
         )
@@ -285,12 +270,12 @@ def start_on_both(scene: Scene, hosts: Hosts, timeout_s: int = TIMEOUT_S, **env:
 def test_the_network(
     scene: Scene, hosts: Hosts, wholes: dict[str, Result], rows: list[dict[str, Any]], fault: str
 ) -> None:
-    # TCP asks again at growing intervals: 3 s without a cable may take 7.
+    # TCP retries at growing intervals: after 3 s without a cable, recovery may take 7 s.
     processes = start_on_both(scene, hosts, 30 if fault == "cut for 3 s" else TIMEOUT_S)
     wait_for(lambda: list(scene.folder.glob("snapshots/step_*4.*.pt")))
     start_s = time.monotonic()
     if fault == "rank 0's host gone":
-        hosts.cable("down")  # nothing says goodbye
+        hosts.cable("down")  # no connection is closed
         os.killpg(processes[0].pid, signal.SIGKILL)
     else:
         hosts.cable("down")
@@ -440,7 +425,7 @@ def test_a_disk_that_fills(scene: Scene, rows: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("fault", ["rank 0's port is taken", "rank 0's host has no such name"])
 def test_an_address_that_cannot_work(scene: Scene, rows: list[dict[str, Any]], fault: str) -> None:
-    """As under srun, without our launcher; rank 1 does not wait for ever."""
+    """Without our launcher, as under srun; rank 1 must not wait for ever."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         address = "127.0.0.1" if "port" in fault else "no-such-host.invalid"

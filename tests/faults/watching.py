@@ -1,8 +1,8 @@
-"""What watching for stop signals costs a step: `python -m tests.faults.watching`.
+"""How much watching for stop signals slows a step: `python -m tests.faults.watching`.
 
-Two ranks train ddp_launch's model by turns with and without `StopAgreement.after`, in blocks of
-steps of one process, so that what drifts on the machine meets both. The launcher's own watching
-(it asks after its ranks fifty times a second) goes on beside both, as it does in a run.
+Two ranks train ddp_launch's model. Blocks of steps with and without `StopAgreement.after` take
+turns, so that a machine whose speed drifts favours neither. The launcher's own checks of its ranks
+(fifty per second) run in both cases, and are not part of the difference.
 """
 
 import statistics
@@ -30,7 +30,7 @@ PARTS, BLOCKS, STEPS = 6, 600, 5
 
 
 def measure(_ranks: Ranks) -> dict[str, list[float]]:
-    """Seconds a step of each block, the slower rank's, with and without watching."""
+    """Seconds per step of each block on the slower rank, with and without watching."""
     set_determinism(**RunOptions().determinism)
     model = build_model(ModelOptions(), 1, 10, 8).train()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -40,7 +40,7 @@ def measure(_ranks: Ranks) -> dict[str, list[float]]:
     stop, step = StopAgreement(), 0
     found: dict[str, list[float]] = {"watched": [], "unwatched": []}
     for block in range(BLOCKS):
-        # In pairs, each pair the other way round: neither comes always first.
+        # The order within each pair of blocks alternates, so that neither always comes first.
         watched = block % 4 in (0, 3)
         start_s = time.perf_counter()
         for _ in range(STEPS):
@@ -64,7 +64,7 @@ def main() -> None:
     found = {name: [block for part in parts for block in part[name]] for name in parts[0]}
     ratios = [a / b for a, b in zip(found["watched"], found["unwatched"], strict=True)]
     quartiles = statistics.quantiles(ratios, n=4)
-    spread = (quartiles[2] - quartiles[0]) / 1.35  # robust: a machine shared with others has tails
+    spread = (quartiles[2] - quartiles[0]) / 1.35  # robust against outliers on a shared machine
     result: dict[str, Any] = {
         "command": "python -m tests.faults.watching",
         **describe_machine(),

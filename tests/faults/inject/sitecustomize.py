@@ -1,16 +1,16 @@
-"""What the fault matrix changes inside a rank; Python imports this before anything else.
+"""What the fault matrix changes inside a rank; Python imports this file at start.
 
-FAULT names what happens on rank FAULT_RANK after step FAULT_STEP, once: FAULT_MARK is a file that
-says that it has happened. Only `common.run.loop` is touched, when a recipe imports it.
+FAULT names what happens once, on rank FAULT_RANK after step FAULT_STEP. The file FAULT_MARK then
+records that it has happened. Only `common.run.loop` is changed, when it is imported.
 """
 
-import importlib.util
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from tools.on_import import OnImport
 
 
 def happen(loop: Any, losses: Any) -> None:
@@ -47,7 +47,7 @@ def happen(loop: Any, losses: Any) -> None:
 
 
 def patch(module: Any) -> None:
-    """Let `after_step` have a fault."""
+    """Make `after_step` cause the fault."""
     after_step = module.Loop.after_step
 
     def changed(self: Any, losses: Any) -> None:
@@ -64,26 +64,5 @@ def patch(module: Any) -> None:
     module.Loop.after_step = changed
 
 
-class Finder:
-    """Patches `common.run.loop` when it is imported."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """The module's own spec, with a loader that patches after it has loaded."""
-        if name != "common.run.loop":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        loader: Any = spec.loader
-        load = loader.exec_module
-
-        def load_and_patch(module: Any) -> None:
-            load(module)
-            patch(module)
-
-        loader.exec_module = load_and_patch
-        return spec
-
-
 if "FAULT_STEP" in os.environ or "STEP_S" in os.environ:
-    sys.meta_path.insert(0, Finder())
+    OnImport("common.run.loop", patch)
