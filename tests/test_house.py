@@ -30,10 +30,9 @@ ROOMS: dict[str, set[str]] = {
     "figure": set(),
     "launch": {"errors"},
     "group": {"errors", "launch"},
-    "measure": {"group"},
     "data": {"errors", "files", "seeds", "launch", "group"},
     "training": {"errors", "seeds", "group"},
-    "run": {"errors", "files", "seeds", "launch", "group", "measure", "data", "training"},
+    "run": {"errors", "files", "seeds", "launch", "group", "data", "training"},
     "cli": {"errors", "launch", "group"},
 }
 """Which rooms of `common` each may import: downwards only."""

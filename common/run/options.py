@@ -102,19 +102,3 @@ def flatten(config: Any) -> dict[str, Any]:
 def decisive(options: dict[str, Any]) -> dict[str, Any]:
     """The options that decide the numbers."""
     return {name: value for name, value in options.items() if name not in FREE}
-
-
-def as_arguments(config: Any, leave_out: set[str]) -> list[str]:
-    """A config as the command line that gives it, for another recipe with the same groups."""
-    arguments = []
-    for name, value in flatten(config).items():
-        option = name.replace("_", "-")
-        if name in leave_out or value is None:
-            continue
-        if isinstance(value, list | tuple):
-            arguments += [f"--{option}", *map(str, value)]
-        elif isinstance(value, bool):
-            arguments.append(f"--{option}" if value else f"--no-{option}")
-        else:
-            arguments += [f"--{option}", str(value)]
-    return arguments
