@@ -47,20 +47,16 @@ class ParallelOptions:
             raise ValueError(
                 f"--virtual-ranks {shards} is not a power of two: {below} or {2 * below} would be"
             )
-        if shards and self.sync_bn:
-            raise ValueError(
-                "--sync-bn looks at the global batch, --virtual-ranks at a shard of it: "
-                "give one of them"
-            )
         if self.sync_bn and self.accumulate > 1:
             raise ValueError(
                 "--sync-bn looks at the global batch, --accumulate computes a part of it at a "
                 "time: give one of them"
             )
-        if shards and (self.accumulate > 1 or self.gradient_compression != "none"):
+        other_ways = (self.sync_bn, self.accumulate > 1, self.gradient_compression != "none")
+        if shards and any(other_ways):
             raise ValueError(
                 "--virtual-ranks cuts the batch and adds gradients in its own way: "
-                "leave out --accumulate and --gradient-compression"
+                "leave out --accumulate, --gradient-compression and --sync-bn"
             )
 
     def micro_batch_size(self, batch_size_per_rank: int) -> int:
