@@ -37,7 +37,7 @@ from common.launch.process import end_process, run_rank
 from common.launch.ranks import Ranks, resolve
 from common.seeds import mixed_precision, seed_everything
 from common.training.ddp import micro_batches, warm_up
-from common.training.models import ModelOptions, prepare_model, trained_as
+from common.training.models import ModelOptions, prepare_model
 
 Hook = Callable[[dist.ProcessGroup | None, dist.GradBucket], torch.futures.Future[Tensor]]
 
@@ -89,9 +89,11 @@ def take_turns(case: Case, rounds: int, ranks: Ranks) -> dict[str, list[float]]:
         for name, way in case.ways.items():
             seed_everything(0)
             options = dataclasses.replace(case.model, **way.model)
-            model = trained_as(options, prepare_model(options, *data.shape))
+            model = prepare_model(options, *data.shape)
             ddp = DistributedDataParallel(
-                model, bucket_cap_mb=way.bucket_mb, gradient_as_bucket_view=True
+                torch.compile(model) if options.compile else model,
+                bucket_cap_mb=way.bucket_mb,
+                gradient_as_bucket_view=True,
             )
             if way.hook:
                 ddp.register_comm_hook(None, way.hook)

@@ -41,7 +41,7 @@ def assert_refused(pool: Pool, says: str, *options: str | Path, name: str = "ddp
         ("--data imagefolder", "needs --data-path"),
         ("--timeout-s nan", "--timeout-s"),
         ("--virtual-ranks 3", "not a power of two: 2 or 4 would be"),
-        ("--virtual-ranks 2 --sync-bn", "give one of them"),
+        ("--virtual-ranks 2 --sync-bn", "and --sync-bn"),
         ("--virtual-ranks 2 --accumulate 2", "leave out --accumulate"),
         ("--accumulate 5", "--accumulate 5 does not divide a rank's batch of 96: 95 or 100"),
         ("--accumulate 0", "at least 1"),

@@ -31,7 +31,6 @@ ROOMS: dict[str, set[str]] = {
     "options": set(),
     "launch": {"errors"},
     "group": {"errors", "launch"},
-    "measure": {"group"},
     "data": {"errors", "files", "seeds", "options", "launch", "group"},
     "training": {"errors", "seeds", "options", "group"},
     "run": {
@@ -41,7 +40,6 @@ ROOMS: dict[str, set[str]] = {
         "options",
         "launch",
         "group",
-        "measure",
         "data",
         "training",
     },

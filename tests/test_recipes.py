@@ -28,9 +28,10 @@ from common.training.models import ModelOptions, build_model, load_matching
 from recipes.checkpoint_rnn import adding as rnn
 from recipes.checkpoint_rnn.plan import search
 from recipes.dp_scratch import train as dp_scratch
+from recipes.dp_scratch.lenet import initialize
 from recipes.model_parallel_toy import train as parallel
 from recipes.model_parallel_toy.pipeline import Pipeline
-from recipes.model_parallel_toy.split import Split, cut
+from recipes.model_parallel_toy.split import ParallelOptions, Split, cut
 from recipes.tune_loader import train as tune_loader
 from recipes.tune_loader.streams import make_stream_loader
 from tests.conftest import ROOT, Recipe
@@ -73,7 +74,7 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
 def by_hand(devices: int, steps: int = 20) -> list[dict[str, Tensor]]:
     """Every device's parameters after some steps; 50 samples are not divided by 3 devices."""
     torch.manual_seed(0)
-    replicas = dp_scratch.Replicas(dp_scratch.initialize(torch.float64), [CPU] * devices)
+    replicas = dp_scratch.Replicas(initialize(torch.float64), [CPU] * devices)
     for images, labels in batches(steps):
         dp_scratch.train_step(replicas, images, labels, lr=0.1)
     return replicas.copies
@@ -87,7 +88,7 @@ def largest_difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> floa
 def test_by_hand_on_several_devices_is_one_device_and_torchs_own_layers() -> None:
     model = LeNet().double()
     torch.manual_seed(0)
-    model.load_state_dict(dp_scratch.initialize(torch.float64))
+    model.load_state_dict(initialize(torch.float64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for images, labels in batches(20):
         optimizer.zero_grad()
@@ -347,9 +348,7 @@ def train_pipeline(ranks: Ranks, folder: Path, max_steps: int | None, data_paral
         parallel.Config(
             run=RunOptions(output_dir=folder),
             optimizer=replace(default.optimizer, epochs=2, max_steps=max_steps),
-            parallel=parallel.ParallelOptions(
-                schedule="1f1b", data_parallel=data_parallel, timeline=False
-            ),
+            parallel=ParallelOptions(schedule="1f1b", data_parallel=data_parallel, timeline=False),
         ),
         ranks,
     )
@@ -372,7 +371,7 @@ def test_an_interrupted_pipeline_resumes_every_stage(pool: Pool, tmp_path: Path)
     ("name", "options", "says"),
     [
         ("model_parallel_toy", "--stages 3", "more than the 2 layers"),
-        ("model_parallel_toy", "--schedule micro --micro-batches 5", "not divided by .* 5 micro"),
+        ("model_parallel_toy", "--schedule micro --micro-batches 5", "divided by .* 5 micro"),
         ("model_parallel_toy", "--schedule split --micro-batches 2", "split has no micro-batches"),
         ("model_parallel_toy", "--schedule 1f1b --stages 4 --micro-batches 2", "at least as many"),
         ("model_parallel_toy", "--devices cuda:7 cpu", "cuda:7 is not there"),

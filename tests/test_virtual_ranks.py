@@ -160,8 +160,8 @@ def test_three_levels_of_the_tree(tmp_path: Path, pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("world_size", "shards", "batch", "says"),
     [
-        (3, 4, 96, "--virtual-ranks 4 cannot be shared out to 3 processes: start 2 or 4"),
-        (4, 2, 96, "--virtual-ranks 2 cannot be shared out to 4 processes: start 2"),
+        (3, 4, 96, "--virtual-ranks 4 cannot be divided by 3 processes: start 2 or 4"),
+        (4, 2, 96, "--virtual-ranks 2 cannot be divided by 4 processes: start 2"),
         (1, 8, 100, "--virtual-ranks 8 does not divide the global batch of 100: 96 or 104 samples"),
         (2, 32, 8, "--virtual-ranks 32 does not divide the global batch of 8: 32 samples"),
     ],

@@ -16,12 +16,12 @@ from common.data.stream import GlobalBatches
 from common.errors import StopRequested
 from common.files import save_weights
 from common.group.collectives import gather_numbers
-from common.measure import Throughput, peak_memory_bytes
 from common.run import snapshot, snapshot_files
 from common.run.folder import Run
 from common.run.logs import log, progress_bar
 from common.run.snapshot import Stateful, TrainingState
 from common.run.stop import StopAgreement
+from common.run.throughput import Throughput, peak_memory_bytes
 from common.seeds import seed_everything
 from common.training.evaluate import Evaluation
 from common.training.optimizer import OptimizerOptions

@@ -113,19 +113,3 @@ def refuse_unlike_rank_0(ours: Options, what: str) -> None:
 def _in_words(theirs: Options, ours: Options) -> str:
     found = differences(theirs, ours).items()
     return "; ".join(f"{name} {there!r} there, {here!r} here" for name, (there, here) in found)
-
-
-def as_arguments(config: Any, leave_out: set[str]) -> list[str]:
-    """The command-line arguments that give `config`, for another recipe with the same groups."""
-    arguments = []
-    for name, value in flatten(config).items():
-        option = name.replace("_", "-")
-        if name in leave_out or value is None:
-            continue
-        if isinstance(value, list):
-            arguments += [f"--{option}", *map(str, value)]
-        elif isinstance(value, bool):
-            arguments.append(f"--{option}" if value else f"--no-{option}")
-        else:
-            arguments += [f"--{option}", str(value)]
-    return arguments

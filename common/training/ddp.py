@@ -1,4 +1,4 @@
-"""Around DistributedDataParallel: what travels and when, and the same bits after a resume."""
+"""Around DistributedDataParallel: how gradients are sent, and the same bits after a resume."""
 
 import contextlib
 import logging
@@ -21,7 +21,7 @@ log = logging.getLogger("recipes")
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """How the copies work together."""
+    """How the ranks share a step."""
 
     sync_bn: bool = False
     """BatchNorm over the global batch instead of each rank's slice; GPUs only."""
@@ -29,42 +29,38 @@ class ParallelOptions:
     """Shards of each global batch, a power of two: 1, 2, 4 ... processes up to this number give the
     same bits. 0: one shard per process."""
     accumulate: int = 1
-    """Micro-batches into which each rank cuts its batch, to save memory [micro-batches]. Gradients
-    travel once per step, with the last micro-batch. BatchNorm sees one micro-batch at a time."""
+    """Micro-batches per rank and step, to save memory [micro-batches]. Gradients are sent once per
+    step, with the last micro-batch. BatchNorm sees one micro-batch at a time."""
     gradient_compression: Literal["none", "bf16"] = "none"
-    """Format in which gradients travel. bf16: half the bytes, rounded to 8 bits of mantissa; the
-    weights stay as they are."""
+    """Format in which gradients are sent. bf16: half the bytes, rounded to 8 bits of mantissa; the
+    weights keep their precision."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
-        given = self.virtual_ranks
-        if given < 0:
-            raise ValueError(f"--virtual-ranks must be at least 0: {given}")
-        if given & (given - 1):
-            below = 2 ** (given.bit_length() - 1)
+        """Refuse values and combinations that cannot work."""
+        shards = self.virtual_ranks
+        if shards < 0:
+            raise ValueError(f"--virtual-ranks must be at least 0: {shards}")
+        if self.accumulate < 1:
+            raise ValueError(f"--accumulate must be at least 1: {self.accumulate}")
+        if shards & (shards - 1):
+            below = 2 ** (shards.bit_length() - 1)
             raise ValueError(
-                f"--virtual-ranks {given} is not a power of two: {below} or {2 * below} would be"
-            )
-        if given and self.sync_bn:
-            raise ValueError(
-                "--sync-bn looks at the global batch, --virtual-ranks at a shard of "
-                "it: give one of them"
+                f"--virtual-ranks {shards} is not a power of two: {below} or {2 * below} would be"
             )
         if self.sync_bn and self.accumulate > 1:
             raise ValueError(
-                "--sync-bn looks at the global batch, --accumulate computes a part of "
-                "it at a time: give one of them"
+                "--sync-bn looks at the global batch, --accumulate computes a part of it at a "
+                "time: give one of them"
             )
-        if self.accumulate < 1:
-            raise ValueError(f"--accumulate must be at least 1: {self.accumulate}")
-        if given and (self.accumulate > 1 or self.gradient_compression != "none"):
+        other_ways = (self.sync_bn, self.accumulate > 1, self.gradient_compression != "none")
+        if shards and any(other_ways):
             raise ValueError(
-                "--virtual-ranks cuts the batch and adds gradients up in its own way: "
-                "leave out --accumulate and --gradient-compression"
+                "--virtual-ranks cuts the batch and adds gradients in its own way: "
+                "leave out --accumulate, --gradient-compression and --sync-bn"
             )
 
     def micro_batch_size(self, batch_size_per_rank: int) -> int:
-        """Samples of a rank that are computed at once.
+        """Samples that a rank computes at once.
 
         Raises:
             InputError: `accumulate` does not divide the rank's batch.
@@ -79,20 +75,17 @@ class ParallelOptions:
 
 
 def set_comm_hook(ddp: DistributedDataParallel, options: ParallelOptions) -> None:
-    """Register what averages a bucket of gradients, where it is not DDP's own all-reduce.
-
-    Virtual ranks register theirs themselves.
-    """
+    """Replace DDP's own all-reduce where the options or a single rank ask for it."""
     if options.gradient_compression == "bf16":
         ddp.register_comm_hook(None, average_in_bf16)
-    elif dist.get_world_size() == 1 and not options.virtual_ranks:
-        ddp.register_comm_hook(None, noop_hook)  # nobody to average with
+    elif dist.get_world_size() == 1 and not options.virtual_ranks:  # which have their own hook
+        ddp.register_comm_hook(None, noop_hook)  # one rank has nothing to average
 
 
 def micro_batches(
     ddp: DistributedDataParallel, images: Tensor, labels: Tensor, count: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Equal parts of a rank's batch; DDP lets gradients travel with the last one only.
+    """Equal parts of a rank's batch; DDP sends gradients with the last part only.
 
     Source: PyTorch, DistributedDataParallel.no_sync.
     """
@@ -104,14 +97,14 @@ def micro_batches(
 def average_in_bf16(
     group: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
-    """A communication hook of DDP: what torch's bf16_compress_hook does, which refuses CPUs."""
+    """DDP's hook for a bucket of gradients; torch's own bf16_compress_hook refuses CPUs."""
     mean = bucket.buffer().div_(dist.get_world_size(group)).to(torch.bfloat16)
     sent = dist.all_reduce(mean, group=group, async_op=True).get_future()
     return sent.then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
 def synchronize_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:
-    """BatchNorm over the global batch, where any of it is trained.
+    """The model with BatchNorm over the global batch.
 
     Raises:
         InputError: on a CPU.
@@ -128,46 +121,44 @@ def synchronize_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:
 def warm_up(
     model: nn.Module, image: Tensor, batch_size: int, autocast: torch.autocast | None = None
 ) -> None:
-    """Run one backward pass whose result is thrown away, and leave the model as it was.
+    """Run one backward pass, discard its result, and leave the model in train mode as it was.
 
-    A batch that the model cannot train on is found, and DDP's gradient buckets are final: DDP lays
-    them out anew after the first backward pass, by the order in which gradients came. A ring
-    all-reduce adds the ranks in an order that depends on an element's place in its bucket, so the
-    first step after a resume would round otherwise than the same step of a run that was never
-    interrupted (seen from three ranks on).
+    It finds a batch that the model cannot train on, and it makes DDP's buckets final. DDP
+    rearranges its buckets after the first backward pass, and a ring all-reduce rounds by a
+    gradient's place in its bucket. Without this, from three ranks on, the first step after a resume
+    would have other bits than the same step of an uninterrupted run.
 
     Args:
-        model: in train mode; its gradients are None afterwards.
+        model: its gradients are None afterwards.
         image: one sample (channels, height, width).
-        batch_size: samples a batch of this rank.
+        batch_size: samples that this rank computes at once.
         autocast: the context that training uses.
 
     Raises:
-        InputError: a batch that the model cannot train on (BatchNorm over a single value).
+        InputError: the model cannot train on such a batch (BatchNorm over a single value).
     """
     images = image.expand(batch_size, *image.shape).contiguous()
-    autocast = autocast or torch.autocast(image.device.type, enabled=False)
+    context = autocast or contextlib.nullcontext()
     with left_as_it_was(model):
-        try:  # not compiled: the compiler's errors say nothing of a batch
-            with torch.no_grad(), autocast, torch.compiler.set_stance("force_eager"):
+        try:  # without the compiler, whose errors do not mention the batch
+            with torch.no_grad(), context, torch.compiler.set_stance("force_eager"):
                 model(images)
         except ValueError as error:
             raise InputError(
                 f"a batch of {batch_size} samples of {tuple(image.shape)}: {error}"
             ) from error
-        with autocast:
+        with context:
             logits = model(images)
         logits.float().sum().backward()
     if isinstance(model, DistributedDataParallel):
-        # The next forward pass is the one that lays them out, by what the backward has seen.
-        model.reducer._rebuild_buckets()
+        model.reducer._rebuild_buckets()  # else the next forward pass would do it
     if image.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(image.device)
 
 
 @contextlib.contextmanager
 def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Put back buffers and random generators after the block, and drop gradients."""
+    """Restore buffers and random generators after the block, and drop gradients."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     random_state = rng_state()
     yield

@@ -1,4 +1,4 @@
-"""Exact evaluation: every validation sample counted once, whatever the number of ranks."""
+"""Exact evaluation: every validation sample counted once, on any number of ranks."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model does on the whole validation set; the same object on every rank."""
+    """A model's result on the whole validation set; the same object on every rank."""
 
     loss: float
     """Mean cross-entropy over the samples."""
@@ -19,7 +19,7 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Share of the samples whose highest logit is their class."""
+        """Share of correct samples."""
         return self.correct / self.total
 
 
@@ -31,32 +31,27 @@ def evaluate(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> Evaluation:
-    """Evaluate the unwrapped `model` on batches dealt out by `common.data.stream.fixed_batches`.
+    """Evaluate `model` on the batches that `common.data.stream.fixed_batches` gave to each rank.
 
-    No sample is padded in, so ranks may see different numbers of batches, and one call of a DDP
-    wrapper would wait for its peers: pass `ddp.module`. Buffers (BatchNorm's running statistics)
-    differ by rank in training and are first set to rank 0's, which are the ones that are saved.
-    Each batch's loss is added in the order of batches, so that the sum has the same bits at any
-    world size too.
+    Pass the model inside DDP: ranks may have different numbers of batches, and DDP's own forward
+    would wait for the other ranks. In training, buffers such as BatchNorm's statistics differ by
+    rank; here every rank takes those of rank 0, which are the ones that are saved.
 
     Args:
-        model: returns logits (samples, classes); None on a rank that holds a pipeline's earlier
-            stage and so has no share in the result.
-        batches: this rank's (images, labels), as the model takes them.
-        total: samples over all ranks, checked.
+        model: returns logits (samples, classes), or None on a rank whose pipeline stage has none.
+        batches: this rank's (images, labels).
+        total: samples over all ranks, for a check.
         device: of the logits.
-        group: the ranks that hold copies of this model, among which the batches were dealt out.
-            None: all of them.
+        group: the ranks that share the batches. None: all ranks.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    for module in modules:
-        for buffer in module.buffers(recurse=False):
+    trained: list[nn.Module] = []
+    if isinstance(model, nn.Module):
+        for buffer in model.buffers():
             dist.broadcast(buffer, group=group, group_src=0)
-    was_training = [module for module in modules if module.training]
-    for module in modules:
-        module.training = False
-    rows = []  # a row per batch of this rank
+        trained = [module for module in model.modules() if module.training]
+        model.eval()
+    rows = []  # (loss, correct, samples) of each batch
     for images, labels in batches:
         logits = model(images)
         if logits is None:
@@ -65,15 +60,17 @@ def evaluate(
         loss = nn.functional.cross_entropy(logits.double(), labels, reduction="sum")
         correct = (logits.argmax(1) == labels).sum().double()
         rows.append(torch.stack([loss, correct, torch.tensor(len(labels), device=device)]))
-    for module in was_training:
+    for module in trained:
         module.training = True
+    # Sums in the order of the batches have the same bits at any world size. Each row is filled by
+    # one rank, so adding the zeros of the other ranks is exact.
     most = torch.tensor(len(rows))
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    results = torch.zeros(int(most) * world_size, 3, dtype=torch.float64)  # in the order of batches
+    results = torch.zeros(int(most) * world_size, 3, dtype=torch.float64)
     if rows:
         results[rank::world_size][: len(rows)] = torch.stack(rows).cpu()
-    dist.all_reduce(results)  # each row is one rank's: adding the others' zeros is exact
-    results = results[results[:, 2] > 0]  # rows that no rank filled would change the order of sums
+    dist.all_reduce(results)
+    results = results[results[:, 2] > 0]  # empty rows would change the order of the sums
     loss_sum, correct_sum, seen = (float(column.sum()) for column in results.T)
     assert seen == total, f"evaluated {seen:.0f} of {total} samples"
     return Evaluation(loss_sum / total, int(correct_sum), total)

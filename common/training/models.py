@@ -1,4 +1,4 @@
-"""Models by name, and what is easy to get silently wrong about them: norms, weights, freezing."""
+"""Models by name: normalisation, weights and freezing."""
 
 import logging
 import os
@@ -20,35 +20,35 @@ log = logging.getLogger("recipes")
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What is trained."""
+    """The model and its initial weights."""
 
     model: Literal["convnet", "resnet18", "resnet34", "resnet50"] = "convnet"
-    """Model: a small one for small images, or one of torchvision's ResNets."""
+    """Model: a small network for small images, or a ResNet from torchvision."""
     norm: Literal["auto", "group", "batch"] = "auto"
-    """Normalisation. group does not look across the batch, so training is the same on any number of
-    ranks; batch is what pretrained ResNets have. auto: group for convnet, batch for ResNets."""
+    """Normalisation. group treats each sample alone, so training is the same on any number of
+    ranks; pretrained ResNets use batch. auto: group for convnet, batch for ResNets."""
     stem: Literal["auto", "small", "large"] = "auto"
     """First layers of a ResNet. large: 7x7 convolution with stride 2 and max-pooling, for photos;
     small: 3x3 with stride 1 and no pooling. auto: small for images below 64 px without --weights,
-    which mostly come from the large one."""
+    because published weights have the large stem."""
     zero_init_residual: bool = False
-    """Start each residual branch of a ResNet at zero (Goyal et al. 2017, section 5.1). It helps a
-    ResNet-50 that is trained from nothing, and slows a ResNet-18 down (benchmarks/README.md)."""
+    """Start each residual branch of a ResNet at zero (Goyal et al. 2017, section 5.1). A ResNet-50
+    without --weights learns faster with it, a ResNet-18 more slowly (benchmarks/README.md)."""
     dropout: float = 0.0
     """Share of features dropped before convnet's last layer."""
     weights: Path | None = None
-    """A state_dict to start from; entries whose shape differs are named and left out."""
+    """File with the initial state_dict; entries whose shape differs are named and skipped."""
     freeze_layers: bool = False
     """Train the last layer only."""
     channels_last: bool = False
-    """Keep the channels of a pixel side by side in memory. On CPUs it depends on the model whether
-    that is faster; on GPUs with bf16 or fp16 it should be, which was not measured."""
+    """Memory layout with the channels of a pixel side by side. On CPUs some models are faster with
+    it; on GPUs with bf16 or fp16 it should be faster, but this was not measured."""
     compile: bool = False
-    """Train the model as torch.compile makes it, which takes up to a minute at the start and a C++
-    compiler; on CPUs it may be slower. Evaluation stays as it is."""
+    """Train with torch.compile. It needs a C++ compiler and up to a minute at the start; on CPUs it
+    may be slower. Evaluation is not compiled."""
 
     def __post_init__(self) -> None:
-        """Refuse combinations that mean nothing."""
+        """Refuse values and combinations that cannot work."""
         if not 0 <= self.dropout < 1:
             raise ValueError(f"--dropout is a share, 0 to below 1, got {self.dropout}")
         if self.dropout and self.model != "convnet":
@@ -62,19 +62,23 @@ class ConvNet(nn.Module):
         self, channels: int, classes: int, norm: Callable[[int], nn.Module], dropout: float
     ):
         super().__init__()
-        layers: list[nn.Module] = []
-        for inputs, outputs in ((channels, 32), (32, 64), (64, 64)):
-            layers += [
-                nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
-                norm(outputs),
-                nn.ReLU(),
-            ]
-        layers.insert(6, nn.MaxPool2d(2))
-        self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+        def block(inputs: int, outputs: int) -> list[nn.Module]:
+            convolution = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+            return [convolution, norm(outputs), nn.ReLU()]
+
+        self.features = nn.Sequential(
+            *block(channels, 32),
+            *block(32, 64),
+            nn.MaxPool2d(2),
+            *block(64, 64),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+        )
         self.dropout = nn.Dropout(dropout)
         self.fc = nn.Linear(64, classes)
-        # As in torchvision's ResNets: He et al. 2015 (arXiv 1502.01852). With torch's own default
-        # this model learns more slowly, on some seeds much more (benchmarks/README.md).
+        # As in torchvision's ResNets (He et al. 2015, arXiv 1502.01852). With torch's default this
+        # model learns more slowly, and much more slowly with some seeds (benchmarks/README.md).
         for layer in self.features:
             if isinstance(layer, nn.Conv2d):
                 nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
@@ -86,29 +90,19 @@ class ConvNet(nn.Module):
 
 
 def build_model(options: ModelOptions, channels: int, classes: int, side: int = 224) -> nn.Module:
-    """The named model, its last layer called `fc`.
-
-    Args:
-        options: see `ModelOptions`.
-        channels: of the images; a ResNet's first convolution is made to fit.
-        classes: size of the logits.
-        side: of the images [px].
-    """
-    norm = options.norm
-    if norm == "auto":
-        norm = "group" if options.model == "convnet" else "batch"
-    layer = nn.BatchNorm2d if norm == "batch" else partial(nn.GroupNorm, 8)
-    if options.model == "convnet":
-        return ConvNet(channels, classes, layer, options.dropout)
+    """The model for images (samples, channels, side, side); its last layer is called `fc`."""
+    convnet = options.model == "convnet"
+    group = convnet if options.norm == "auto" else options.norm == "group"
+    norm = partial(nn.GroupNorm, 8) if group else nn.BatchNorm2d
+    if convnet:
+        return ConvNet(channels, classes, norm, options.dropout)
     from torchvision import models
 
     model: nn.Module = getattr(models, options.model)(
-        num_classes=classes, norm_layer=layer, zero_init_residual=options.zero_init_residual
+        num_classes=classes, norm_layer=norm, zero_init_residual=options.zero_init_residual
     )
-    small = (
-        side < 64 and options.weights is None if options.stem == "auto" else options.stem == "small"
-    )
-    if small:
+    small_images = side < 64 and options.weights is None
+    if options.stem == "small" or (options.stem == "auto" and small_images):
         model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
         model.maxpool = nn.Identity()
     elif channels != 3:
@@ -117,7 +111,7 @@ def build_model(options: ModelOptions, channels: int, classes: int, side: int = 
 
 
 def prepare_model(options: ModelOptions, channels: int, classes: int, side: int) -> nn.Module:
-    """`build_model`, then its weights and freezing; what fails on one rank is raised on all."""
+    """Build the model, load its weights and freeze its layers; an error reaches every rank."""
     with agreed():
         model = build_model(options, channels, classes, side)
         if options.weights:
@@ -126,7 +120,7 @@ def prepare_model(options: ModelOptions, channels: int, classes: int, side: int)
             log.info(f"{options.weights}: {len(loaded)} entries loaded, left out: {names}")
         if options.freeze_layers:
             freeze_all_but_last(model)
-        if options.channels_last:  # what passes through follows the weights
+        if options.channels_last:  # the activations follow the weights
             model.to(memory_format=torch.channels_last)
         if options.compile and not shutil.which(os.environ.get("CXX", "g++")):
             raise InputError(
@@ -136,34 +130,24 @@ def prepare_model(options: ModelOptions, channels: int, classes: int, side: int)
     return model
 
 
-def trained_as(options: ModelOptions, model: nn.Module) -> nn.Module:
-    """`model` itself, or the compiled one that shares its parameters; `model` keeps their names."""
-    if not options.compile:
-        return model
-    compiled: nn.Module = torch.compile(model)  # type: ignore[assignment]
-    return compiled
-
-
 def load_matching(model: nn.Module, path: Path) -> tuple[list[str], list[str]]:
-    """Load the entries of a weights file whose name and shape the model has.
+    """Load the entries of a weights file whose name and shape fit the model.
 
-    Args:
-        model: changed in place.
-        path: a `state_dict` saved by torch.save, with or without DataParallel's `module.` prefix,
-            alone or under the key "state_dict" or "model".
+    The file holds a `state_dict`, alone or under the key "state_dict" or "model", with or without
+    DataParallel's `module.` prefix.
 
     Returns:
-        Names of the entries loaded, and of those of either side left out.
+        Names of the loaded entries, and names of the file's and the model's other entries.
 
     Raises:
-        InputError: no such file, no weights file, or nothing in it matches.
+        InputError: no such file, no weights file, or no entry fits.
     """
     if not path.is_file():
         raise InputError(f"--weights {path} is not a file")
     try:
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever the unpickler meets
-        raise InputError(f"--weights {path} is no weights file that torch.load can read") from error
+        raise InputError(f"--weights {path} is no weights file: torch.load failed") from error
     for key in ("state_dict", "model"):
         if isinstance(found, dict) and isinstance(found.get(key), dict):
             found = found[key]
@@ -174,24 +158,24 @@ def load_matching(model: nn.Module, path: Path) -> tuple[list[str], list[str]]:
     matching = {k: v for k, v in found.items() if k in own and own[k].shape == v.shape}
     if not matching:
         raise InputError(
-            f"--weights {path} has no entry whose name and shape the model has: "
-            f"its first are {', '.join(list(found)[:3]) or 'none'}; "
-            f"the model's are {', '.join(list(own)[:3])}"
+            f"--weights {path} has no entry that fits the model by name and shape: its first "
+            f"entries are {', '.join(list(found)[:3]) or 'none'}, the model's are "
+            f"{', '.join(list(own)[:3])}"
         )
     model.load_state_dict(matching, strict=False)
     return list(matching), sorted((own.keys() | found.keys()) - matching.keys())
 
 
 def freeze_all_but_last(model: nn.Module) -> None:
-    """Freeze everything but `model.fc`: parameters by requires_grad, statistics by eval mode."""
+    """Freeze the parameters of all layers but `model.fc`; `set_train_mode` freezes statistics."""
     model.requires_grad_(False)
     model.fc.requires_grad_(True)
 
 
 def set_train_mode(model: nn.Module) -> None:
-    """Like `model.train()`, except that a layer with nothing to train keeps its statistics.
+    """Call `model.train()`, but leave frozen layers in eval mode.
 
-    BatchNorm's running mean is no parameter: in train mode it moves even where frozen.
+    In train mode, a BatchNorm layer with frozen parameters would still change its statistics.
     """
     model.train()
     for module in model.modules():
@@ -201,7 +185,7 @@ def set_train_mode(model: nn.Module) -> None:
 
 
 def has_trained_batch_norm(model: nn.Module) -> bool:
-    """Whether a BatchNorm layer is among what trains."""
+    """Whether some BatchNorm layer is trained."""
     return any(
         isinstance(module, nn.modules.batchnorm._BatchNorm)
         and any(parameter.requires_grad for parameter in module.parameters())

@@ -1,24 +1,24 @@
 """Virtual ranks: the same bits on any number of processes.
 
-The global batch is cut into V shards, whatever the number of processes, and each process holds
-V / world_size of them. A shard is computed by itself, with random numbers and BatchNorm statistics
-of its own, so that its gradient has the same bits wherever it is computed; and all gradients are
-added along one fixed binary tree over the V shards:
+The global batch is cut into V shards, and each process computes V / world_size of them, one after
+another. Every shard has its own random numbers and BatchNorm statistics, so its gradient has the
+same bits on any process. All gradients are added along one binary tree over the shards:
 
-    shards         0   1   2   3          a process adds up the shards that it holds;
-                    \\ /     \\ /          between processes rank r adds what it has to what rank
-                    0+1     2+3           r ^ 1 has, then r ^ 2 and so on: both sides add the same
-                      \\     /            two numbers, and a + b = b + a in floating point
+    shards         0   1   2   3          Each process adds its own shards. Then rank r exchanges
+                    \\ /     \\ /          sums with rank r ^ 1, with rank r ^ 2 and so on. Both
+                    0+1     2+3           ranks get the same bits: in floating point,
+                      \\     /            a + b = b + a.
                       sum of all
 
-V and world_size are powers of two: then the tree is the same, and dividing by V is exact.
+V and world_size are powers of two, so the tree is the same on any number of processes, and dividing
+by V is exact.
 
-Source: Li et al. 2022, "EasyScale" (arXiv 2208.14228), which schedulers use; recursive doubling:
-Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH", section 4.
+Source: Li et al. 2022, "EasyScale" (arXiv 2208.14228), for schedulers; recursive doubling: Thakur
+et al. 2005, "Optimization of Collective Communication Operations in MPICH", section 4.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -37,37 +37,28 @@ log = logging.getLogger("recipes")
 
 
 def use_virtual_ranks(
-    ddp: DistributedDataParallel,
-    virtual_ranks: int,
-    global_batch_size: int,
-    step: Callable[[], int],
-    *,
-    seed: int,
-    timeout_s: float,
+    ddp: DistributedDataParallel, virtual_ranks: int, global_batch_size: int, timeout_s: float
 ) -> None:
-    """Let `ddp` compute and add up shards, instead of each rank's slice of the batch as a whole.
+    """Make `ddp` compute shards and add them along the tree. Call `seed_shards` before each step.
 
-    Its output is still the logits of this rank's slice, and the loss their mean. Gradients and
-    buffers are those of the V shards, the same to the bit on 1, 2, 4 ... V ranks.
+    The output is still the logits of this rank's slice, and the loss is their mean. Gradients and
+    buffers have the same bits on 1, 2, 4 ... `virtual_ranks` processes.
 
     Args:
         ddp: before its first forward pass.
         virtual_ranks: V, the number of shards.
         global_batch_size: samples over all ranks.
-        step: gives the number of the optimizer step at hand: (seed, step, shard) keys what a
-            shard draws, dropout for one.
-        seed: of the run.
-        timeout_s: how long a rank waits for another.
+        timeout_s: how long a rank waits for another rank.
 
     Raises:
-        InputError: a V that world_size does not divide, or that does not divide the batch.
+        InputError: world_size does not divide V, or V does not divide the batch.
     """
     world_size = dist.get_world_size()
     if virtual_ranks % world_size:
         below = min(virtual_ranks, 2 ** (world_size.bit_length() - 1))
         processes = " or ".join(str(n) for n in (below, 2 * below) if n <= virtual_ranks)
         raise InputError(
-            f"--virtual-ranks {virtual_ranks} cannot be shared out to {world_size} processes: "
+            f"--virtual-ranks {virtual_ranks} cannot be divided by {world_size} processes: "
             f"start {processes}"
         )
     if global_batch_size % virtual_ranks:
@@ -77,15 +68,20 @@ def use_virtual_ranks(
             f"{global_batch_size}: {sizes} samples would do"
         )
     if not torch.are_deterministic_algorithms_enabled():
-        log.warning("--virtual-ranks needs --deterministic on a GPU: its kernels decide bits too")
+        log.warning("--virtual-ranks gives the same bits on GPUs only with --deterministic")
     tree = Tree(virtual_ranks, timedelta(seconds=timeout_s))
-    ddp.module = _Shards(ddp.module, tree, seed, step)
-    ddp.broadcast_buffers = False  # every rank comes to the same ones
+    ddp.module = _Shards(ddp.module, tree)
+    ddp.broadcast_buffers = False  # the tree gives every rank the same buffers
     ddp.register_comm_hook(tree, Tree.average_bucket)
 
 
+def seed_shards(ddp: DistributedDataParallel, seed: int, step: int) -> None:
+    """Let each shard draw its random numbers (dropout) of this step from (seed, step, shard)."""
+    ddp.module.seeds = (seed, step)
+
+
 class Tree:
-    """The sum over V shards, of which this rank adds up its own and then meets its partners."""
+    """The sum over V shards: first over this rank's shards, then with one partner per level."""
 
     def __init__(self, shards: int, timeout: timedelta) -> None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -104,55 +100,52 @@ class Tree:
             distance *= 2
 
     def add_own(self, terms: Sequence[Tensor]) -> Tensor:
-        """This rank's part of the tree: neighbours are added, then neighbours' sums."""
+        """Add this rank's terms in pairs of neighbours, level by level."""
         while len(terms) > 1:
             terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=True)]
         return terms[0]
 
     def average(self, own: Tensor) -> Iterator[None]:
-        """Replace `own` by the mean over all shards; stops after each message that it sends."""
-        work = None
+        """Replace `own` by the mean over all shards; pauses while each message travels."""
         for pair in self._partners:
-            if work:
-                work.wait()
             work = dist.all_reduce(own, group=pair, async_op=True)
             yield
-        if work:
             work.wait()
         own /= self.shards
 
-    def start(self, rounds: Iterator[None]) -> None:
-        """Send the first message of `rounds`, and the next one of each that is under way.
+    def start(self, average: Iterator[None]) -> None:
+        """Start an average, and send the next message of each one that is still under way.
 
-        So that they travel while the backward pass goes on; every rank sends in the same order.
+        The messages then travel during the backward pass, in the same order on every rank.
         """
-        self._under_way.append(rounds)
-        for started in self._under_way[-len(self._partners) :] if self._partners else ():
+        self._under_way.append(average)
+        for started in self._under_way[-max(1, len(self._partners)) :]:
             next(started, None)
 
     def average_bucket(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """DDP's hook, called by the backward pass whenever a bucket of gradients is full."""
+        """DDP's hook: the backward pass calls it when a bucket of gradients is full."""
         self.start(self.average(bucket.buffer()))
         if bucket.is_last():
-            for rounds in self._under_way:
-                for _ in rounds:
+            for average in self._under_way:
+                for _ in average:
                     pass
             self._under_way.clear()
-        # DDP looks at it after the last bucket.
         future: Future[Tensor] = Future()
-        future.set_result(bucket.buffer())
+        future.set_result(bucket.buffer())  # DDP reads it after the last bucket
         return future
 
 
 class _Shards(nn.Module):
-    """What DDP runs in the model's place: this rank's shards, one after another."""
+    """Takes the model's place inside DDP, and runs this rank's shards one after another."""
 
-    def __init__(self, model: nn.Module, tree: Tree, seed: int, step: Callable[[], int]) -> None:
+    seeds = (0, 0)
+
+    def __init__(self, model: nn.Module, tree: Tree) -> None:
         super().__init__()
-        self.model, self._tree, self._seed, self._step = model, tree, seed, step
+        self.model, self._tree = model, tree
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        # The first shard uses the parameters themselves. Each other one has tensors of its own on
-        # the same memory, whose gradients autograd keeps apart.
+        # The first shard uses the parameters themselves. Every other shard has its own tensors on
+        # the same memory, so that autograd keeps the gradients of the shards apart.
         self._parameters_by_shard: list[dict[str, Tensor]] = [{}] + [
             {name: p.detach().requires_grad_() for name, p in trained.items()}
             for _ in range(tree.shards_per_rank - 1)
@@ -170,24 +163,23 @@ class _Shards(nn.Module):
         ):
             own = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
             shard = self._tree.first_shard + number
-            seed_torch(images.device, self._seed, self._step(), shard, self._tree.shards)
-            # A copy begins at an address that a process of one shard would have: kernels may add
-            # up in another order where the address is less even.
+            seed_torch(images.device, *self.seeds, shard, self._tree.shards)
+            # Kernels may add in another order at a less aligned address. A copy is aligned as in a
+            # process with one shard.
             part = part.clone() if len(parts) > 1 else part
             logits.append(functional_call(self.model, {**parameters, **own}, (part,)))
             buffers.append(own)
         self._tree.start(self._average_buffers(buffers))
         out = torch.cat(logits)
         if out.dtype != torch.float64:
-            out = out.float()  # a factor could over- or underflow in less
-        # The loss is the mean over the rank's samples; a shard's gradient is that of its own mean.
+            out = out.float()  # the factor below could overflow or underflow in 16 bits
+        # The loss is the mean over the rank's samples, a shard's gradient that of the shard's mean.
         if out.requires_grad:
             out.register_hook(lambda gradient: gradient * len(parts))
         return out
 
     def _add_other_shards(self, name: str, gradient: Tensor) -> Tensor:
-        # Called in the first shard's backward pass, which runs after all others: autograd takes
-        # what was computed last first.
+        """Hook of the first shard, whose backward pass is the last: autograd goes backwards."""
         gradients = [gradient]
         for parameters in self._parameters_by_shard[1:]:
             other = parameters[name].grad
@@ -197,14 +189,15 @@ class _Shards(nn.Module):
         return self._tree.add_own(gradients)
 
     def _average_buffers(self, by_shard: list[dict[str, Tensor]]) -> Iterator[None]:
-        names = [name for name, buffer in by_shard[0].items() if buffer.is_floating_point()]
+        """Set the model's buffers to the mean over all shards; integers are equal in all shards."""
+        first = by_shard[0]
+        names = [name for name, buffer in first.items() if buffer.is_floating_point()]
         if names:
             flat = [torch.cat([own[n].reshape(-1) for n in names]) for own in by_shard]
             mean = self._tree.add_own(flat)
             yield from self._tree.average(mean)
-            sizes = [by_shard[0][name].numel() for name in names]
-            for name, values in zip(names, mean.split(sizes), strict=True):
-                by_shard[0][name] = values.view_as(by_shard[0][name])
-        # Into the model's own ones: autograd still needs those of the shards as they were.
+            values = mean.split([first[name].numel() for name in names])
+            first |= {n: v.view_as(first[n]) for n, v in zip(names, values, strict=True)}
+        # The shards' own tensors must not change: autograd still needs them.
         for name, buffer in self.model.named_buffers():
-            buffer.copy_(by_shard[0][name])
+            buffer.copy_(first[name])

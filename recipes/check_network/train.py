@@ -1,8 +1,8 @@
-"""The network between the ranks, before a long run is wasted: who meets, how fast, whose clock.
+"""The network between the ranks, checked before a long run: who meets, how fast, whose clock.
 
-Every rank joins the group as it would for training; then all sum tensors of growing size, rank 0
-exchanges one with every other host, and clocks are compared. Use it on a new cluster, after a
-change of its network, or to find the slow node; it says nothing of how fast a model trains.
+Every rank joins the group as it would for training. Then all ranks sum tensors of growing size,
+rank 0 exchanges a tensor with every other host, and clocks are compared. Use it on a new cluster,
+after a change of its network, or to find the slow node. It does not measure training speed.
 
     make run RECIPE=check_network                              one machine
     make slurm-check ARGS="--partition=gpu"                    two nodes of a Slurm cluster
@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from common import cli
 from common.errors import PeerError, TrainingError
-from common.files import mebibytes, write_json
+from common.files import write_json
 from common.group.collectives import agreed, broadcast, gather
 from common.group.devices import choose_device, synchronize
 from common.group.interfaces import interface_towards
@@ -45,31 +45,32 @@ from common.run.folder import result_folder
 from common.run.logs import device_in_words, log, set_up_logs
 from common.run.manifest import describe_run
 from common.run.options import flatten
+from recipes.check_network.report import report
 
 NAME = "check_network"
 
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """What is measured, and where the result goes."""
+    """What is measured, and where the result is written."""
 
     output_dir: Path | None = None
-    """Folder of the result. None: runs/check_network/UTC-TIME."""
+    """Folder for the result. None: runs/check_network/UTC-TIME."""
     largest: int = 64
-    """The largest tensor that is sent [MiB]."""
+    """Size of the largest tensor [MiB]."""
     rounds: int = 5
-    """How often each is sent; the median counts."""
+    """Measurements per tensor; the median counts."""
     max_skew_s: float = 1.0
-    """Clocks further apart than this are a failure [s]: logs could not be put in order."""
+    """Largest allowed difference between clocks [s]; logs need a common order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the tensors are. auto takes a GPU where there is one, and says which."""
+    """Device of the tensors. auto: a GPU where there is one."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto: nccl on GPUs, gloo on CPUs."""
+    """Backend of the process group. auto: nccl on GPUs, gloo on CPUs."""
     timeout_s: float = 60.0
     """Time after which a rank gives up waiting for the other ranks [s]."""
 
     def __post_init__(self) -> None:
-        """Refuse values that mean nothing."""
+        """Refuse values that cannot work."""
         for name in ("largest", "rounds", "max_skew_s", "timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be more than 0")
@@ -77,13 +78,13 @@ class CheckOptions:
 
 @dataclass(frozen=True)
 class Config:
-    """All options; those of a group mean the same in every recipe."""
+    """All options; a group means the same in every recipe."""
 
     check: CheckOptions = field(default_factory=CheckOptions)
 
 
 def median_s(operation: Callable[[], Any], rounds: int, device: torch.device) -> float:
-    """Seconds that `operation`, which every rank calls, takes; one round more goes before."""
+    """Median time of `operation` [s], after one warm-up round. Every rank calls it."""
     times = []
     for _ in range(rounds + 1):
         dist.barrier()
@@ -98,8 +99,8 @@ def median_s(operation: Callable[[], Any], rounds: int, device: torch.device) ->
 def all_reduce_speeds(options: CheckOptions, device: torch.device) -> list[dict[str, float]]:
     """Time and bandwidth of a sum over all ranks, for tensors of growing size.
 
-    The bus bandwidth is what each rank's link must carry if the algorithm is the best there is:
-    2 (n - 1) / n times the bytes, over the time.
+    The bus bandwidth is what each rank's link carries with the best possible algorithm for n ranks:
+    2 (n - 1) / n times the bytes, divided by the time.
     """
     world_size, found = dist.get_world_size(), []
     for size in sorted({2**20, 8 * 2**20, options.largest * 2**20}):
@@ -111,8 +112,8 @@ def all_reduce_speeds(options: CheckOptions, device: torch.device) -> list[dict[
 
 
 def link_speed(peer: int, options: CheckOptions, device: torch.device) -> float:
-    """Bytes a second from rank 0 to `peer` and back; every rank calls it."""
-    if dist.get_backend() == "gloo":  # which sends between CPUs only
+    """Bandwidth from rank 0 to `peer` and back [bytes/s]. Every rank calls it."""
+    if dist.get_backend() == "gloo":  # it sends between CPUs only
         device = torch.device("cpu")
     tensor = torch.zeros(options.largest * 2**18, device=device)
     rank = dist.get_rank()
@@ -130,9 +131,9 @@ def link_speed(peer: int, options: CheckOptions, device: torch.device) -> float:
 
 
 def clock_offset_s(peer: int) -> tuple[float, float]:
-    """How far the clock of `peer` is ahead of rank 0's [s], and half the round trip that bounds it.
+    """How far the clock of `peer` is ahead of rank 0's, and the bound of the error [s].
 
-    Of several exchanges the quickest counts: the least time for the two ways to differ.
+    The bound is half the round trip, so the quickest of several exchanges counts.
     """
     rank, clock = dist.get_rank(), torch.zeros(1, dtype=torch.float64)
     best = (0.0, float("inf"))
@@ -155,8 +156,8 @@ def train(config: Config, ranks: Ranks) -> None:
     """Check as one rank; rank 0 writes the result into `config.check.output_dir`.
 
     Raises:
-        InputError: from `process_group`, where ranks do not meet.
-        TrainingError: clocks too far apart.
+        InputError: the ranks do not meet, or the folder cannot be used.
+        TrainingError: the clocks are too far apart.
     """
     options = config.check
     set_up_logs(ranks)
@@ -197,40 +198,16 @@ def train(config: Config, ranks: Ranks) -> None:
         write_json(folder / "network.json", found)
         log.info(report(found))
         log.info(f"  {folder}/network.json")
-    late = {
-        host: link
-        for host, link in links.items()
-        if abs(link["clock_ahead_s"]) - link["within_s"] > options.max_skew_s
-    }
-    if late and not ranks.is_main:
-        raise PeerError("the clocks are apart, as rank 0 says")
-    if late:
-        host, link = max(late.items(), key=lambda item: abs(item[1]["clock_ahead_s"]))
+    for host, link in links.items():
+        if abs(link["clock_ahead_s"]) - link["within_s"] <= options.max_skew_s:
+            continue
+        if not ranks.is_main:
+            raise PeerError("the clocks are too far apart: see rank 0")
         raise TrainingError(
-            f"the clock of {host} is {link['clock_ahead_s']:+.3f} s from that of {hosts[0][0]}: "
-            "have both take their time from one server (chronyc tracking), or allow it with "
+            f"the clock of {host} differs by {link['clock_ahead_s']:+.3f} s from the clock of "
+            f"{hosts[0][0]}: let both use one time server (chronyc tracking), or give a larger "
             "--max-skew-s"
         )
-
-
-def report(found: dict[str, Any]) -> str:
-    """What a person reads."""
-    lines = [f"\nall ranks met {found['met_after_s']:.1f} s after they were started\n"]
-    lines += [f"  {'rank':>4}  {'host':<16}  {'interface':<10}  device"]
-    for rank, (host, interface, device) in enumerate(found["ranks"]):
-        lines.append(f"  {rank:>4}  {host:<16}  {interface or '?':<10}  {device}")
-    lines += [f"\n  {'all-reduce':>10}  {'ms':>8}  {'bus MiB/s':>10}"]
-    for row in found["all_reduce"]:
-        lines.append(
-            f"  {mebibytes(row['bytes']):>10}  {row['seconds'] * 1e3:>8.2f}  "
-            f"{row['bus_bytes_per_s'] / 2**20:>10,.0f}"
-        )
-    if found["links_of_rank_0"]:
-        lines += [f"\n  {'rank 0 to':<16}  {'MiB/s':>8}  {'its clock is ahead by':>22}"]
-        for host, link in found["links_of_rank_0"].items():
-            clock = f"{link['clock_ahead_s'] * 1e3:.3f} ± {link['within_s'] * 1e3:.3f} ms"
-            lines.append(f"  {host:<16}  {link['bytes_per_s'] / 2**20:>8,.0f}  {clock:>22}")
-    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,19 +1,23 @@
-"""The adding problem, and a recurrent network that can recompute segments of time.
+"""The adding problem, a recurrent network that can recompute segments of time, and its step.
 
 Sources: Hochreiter & Schmidhuber 1997, "Long Short-Term Memory", section 5.4; PyTorch,
 torch.utils.checkpoint.
 """
 
+import math
 from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from common.data.datasets import Data
 from common.data.stream import Samples
 from common.seeds import mix
+from common.training.evaluate import Evaluation
 
 
 @dataclass(frozen=True)
@@ -23,11 +27,11 @@ class SequenceOptions:
     length: int = 400
     """Length of a sequence [time steps]."""
     input_size: int = 2
-    """Numbers a time step: the value, the mark, and noise in the others."""
+    """Numbers per time step: the value, the mark, and noise in the rest."""
     train_samples: int = 3200
-    """Sequences an epoch [samples]; each epoch draws new ones."""
+    """Sequences per epoch [samples]; each epoch draws new ones."""
     val_samples: int = 512
-    """Sequences to validate on [samples]."""
+    """Sequences for validation [samples]."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ def draw_sequence(options: SequenceOptions, _source: object) -> Tensor:
 
 
 def make_data(options: SequenceOptions, seed: int) -> Data:
-    """Sequences drawn when they are asked for, each from (seed, epoch, index)."""
+    """Sequences that are drawn when they are loaded, each from (seed, epoch, index)."""
     draw = partial(draw_sequence, options)
     train, val = (
         Samples([(None, 0)], [0] * count, draw, key)
@@ -68,7 +72,7 @@ def targets(sequences: Tensor) -> Tensor:
 
 
 class AddingRNN(nn.Module):
-    """LSTM layers over time, in segments of which only the state between them is kept."""
+    """LSTM layers over time; between two segments, only the state is kept."""
 
     def __init__(self, options: RecurrentOptions, sequence: SequenceOptions) -> None:
         super().__init__()
@@ -77,7 +81,7 @@ class AddingRNN(nn.Module):
         layers = [nn.LSTM(size, hidden, batch_first=True) for size in sizes]
         self.head = nn.Linear(hidden, 1)
         nn.init.ones_(self.head.bias)  # the mean of the target
-        for layer in layers:  # memories that last from a step to the whole sequence
+        for layer in layers:  # memories that last between one step and the whole sequence
             forget = torch.empty(hidden).uniform_(1, sequence.length - 1).log()
             own = dict(layer.named_parameters())
             nn.init.zeros_(own["bias_hh_l0"])
@@ -87,7 +91,7 @@ class AddingRNN(nn.Module):
     def segment(self, inputs: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
         """The state after some time steps: h and c (1, samples, hidden) of each layer in turn.
 
-        The outputs of the last layer are dropped: keeping them would cost what recomputing saves.
+        It drops the outputs of the last layer: to keep them would cost what recomputing saves.
         """
         after: list[Tensor] = []
         for number, layer in enumerate(self.layers):
@@ -98,7 +102,7 @@ class AddingRNN(nn.Module):
         return tuple(after)
 
     def drop(self, inputs: Tensor) -> Tensor:
-        """Dropout drawn by time step: on a CPU the same numbers whatever the segments."""
+        """Dropout drawn by time step: on a CPU, the segments do not change the numbers."""
         samples, length, size = inputs.shape
         draws = torch.rand(length, samples, size, device=inputs.device).transpose(0, 1)
         return inputs * (draws >= self.dropout) / (1 - self.dropout)
@@ -110,7 +114,7 @@ class AddingRNN(nn.Module):
         state: tuple[Tensor, ...] = (zero,) * (2 * len(self.layers))
         for piece in pieces:
             if torch.is_grad_enabled():
-                # Dropout is drawn anew in the backward pass, from the generator's state of now.
+                # The backward pass draws dropout again, from the generator's present state.
                 state = checkpoint(
                     self.segment,
                     piece,
@@ -120,7 +124,35 @@ class AddingRNN(nn.Module):
                 )
             else:
                 state = self.segment(piece, *state)
-        # The backward pass begins with the last segment: it is kept, not computed twice.
+        # The backward pass begins with the last segment, so it is kept and not recomputed.
         state = self.segment(last, *state)
         predictions: Tensor = self.head(state[-2][0])
         return predictions[:, 0]
+
+
+def train_step(
+    model: AddingRNN, optimizer: torch.optim.Optimizer, sequences: Tensor, segments: int
+) -> Tensor:
+    """One step of Adam with clipped gradients; returns the mean squared error."""
+    loss = mse_loss(model(sequences, segments), targets(sequences))
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss
+
+
+@torch.no_grad()
+def evaluate(
+    model: AddingRNN, loader: DataLoader[Tensor], device: torch.device, dtype: torch.dtype
+) -> Evaluation:
+    """Mean squared error, and the number of errors below 0.04 (the source's criterion)."""
+    model.eval()
+    error, correct, total = 0.0, 0, 0
+    for sequences, _ in loader:
+        sequences = sequences.to(device, dtype)
+        off = (model(sequences, math.ceil(sequences.shape[1] / 64)) - targets(sequences)).abs()
+        error += float(off.double().square().sum())
+        correct, total = correct + int((off < 0.04).sum()), total + len(off)
+    model.train()
+    return Evaluation(error / total, correct, total)

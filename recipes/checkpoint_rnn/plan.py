@@ -1,75 +1,89 @@
 """`--segments auto`: measure training steps, and take the fastest number of segments that fits.
 
-No formula knows the time that an allocator, a cache or a GPU's idle units take, so whole steps are
-measured, from the root of the length outwards: more segments while that gains anything, fewer while
-they may fit. Each number gets a process of its own, forked before anything was trained (a GPU's
-allocator needs none), because memory that a process has freed still counts as resident.
+No formula knows the time of an allocator, a cache or an idle GPU, so whole steps are measured. The
+search begins at the square root of the length. It tries more segments while they gain anything, and
+fewer while they may fit. On a CPU, each number is measured in a fork of a process that has not
+trained yet, because memory that a process has freed still counts as resident.
 """
 
 import json
 import logging
 import math
 import os
-import sys
+import signal
 import time
-import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import default_collate
 
-from common import cli
-from common.errors import InputError, TrainingError
+from common.errors import STOP_SIGNALS, InputError, TrainingError
 from common.files import mebibytes, write_json
 from common.group.devices import synchronize
-from common.launch.fresh import run_fresh
-from common.measure import PeakMemory
-from common.run.options import as_arguments
-from common.seeds import seed_everything, set_determinism
-from recipes.checkpoint_rnn.adding import AddingRNN, make_data
-from recipes.checkpoint_rnn.train import NAME, Config, train_step
+from common.launch.process import end_with_parent
+from common.run.options import RunOptions
+from common.seeds import mixed_precision, seed_everything, set_determinism
+from recipes.checkpoint_rnn.adding import (
+    AddingRNN,
+    RecurrentOptions,
+    SequenceOptions,
+    make_data,
+    train_step,
+)
+from recipes.checkpoint_rnn.memory import PeakMemory
 
 log = logging.getLogger("recipes")
 
 MARGIN = 1.15
-"""Measured memory varies and creeps up over the steps: this much is kept free."""
+"""Share of the budget that a number may use is 1 / MARGIN: memory varies and grows over steps."""
 
 
-def choose_segments(config: Config, device: torch.device, folder: Path) -> int:
-    """The fastest of the numbers tried that keeps to the budget, remembered in the run's folder.
+def choose_segments(
+    sequence: SequenceOptions,
+    network: RecurrentOptions,
+    run: RunOptions,
+    batch_size: int,
+    budget: int,
+    device: torch.device,
+    folder: Path,
+) -> int:
+    """The fastest measured number of segments within the budget.
 
     Args:
-        config: with a memory budget.
-        device: that training will use.
-        folder: of the run; what was chosen there once is kept, because it decides the bits.
+        sequence: with the length to cut.
+        network: that is trained.
+        run: seed, precision and determinism.
+        batch_size: samples per step.
+        budget: for training, above what the process holds before it [bytes].
+        device: that training uses.
+        folder: of the run. It keeps the choice, because the choice decides the bits.
 
     Raises:
-        InputError: a budget that no number meets; the smallest that can be met is named.
+        InputError: no number meets the budget; the message names the smallest possible budget.
     """
     remembered = folder / "segments.json"
     if remembered.is_file():
         return int(json.loads(remembered.read_text())["segments"])
-    budget = config.checkpoint.memory_budget
-    assert budget is not None
     log.info("measuring segments ...")
-    plain = replace(config, checkpoint=replace(config.checkpoint, segments=1, memory_budget=None))
-    leave_out = {"output_dir", "resume", "device"}
-    arguments = [*as_arguments(plain, leave_out), "--device", device.type]
-    found = json.loads(run_fresh("recipes.checkpoint_rnn.plan", [str(budget), *arguments]))
+    measure = partial(step_cost, sequence, network, run, batch_size, device)
+    if device.type == "cpu":
+        measure = partial(in_new_process, "fork", measure)
+    found = in_new_process("spawn", search, sequence.length, budget, measure)
+    if not found:
+        raise InputError(
+            "one training step needs more memory than this process may use, even with the square "
+            "root of the length as --segments: try a smaller batch"
+        )
     for entry in found:
         log.info(
             f"  {entry['segments']:>5} segments: {mebibytes(entry['bytes'])}, "
-            f"{entry['step_s']:.2f} s a step"
+            f"{entry['step_s']:.2f} s per step"
         )
     fitting = [entry for entry in found if MARGIN * entry["bytes"] <= budget]
-    if not found:
-        raise InputError(
-            "not even the root of the length as --segments fits into the memory that "
-            "this process may use: try a smaller batch"
-        )
     if not fitting:
         least = int(MARGIN * min(entry["bytes"] for entry in found)) + 1
         raise InputError(
@@ -82,18 +96,20 @@ def choose_segments(config: Config, device: torch.device, folder: Path) -> int:
     return int(best["segments"])
 
 
-def search(length: int, budget: int, probe: Callable[[int], Any]) -> list[dict[str, Any]]:
-    """Measure numbers of segments, and return those that did not run out of memory.
+def search(
+    length: int, budget: int, measure: Callable[[int], tuple[int, float] | None]
+) -> list[dict[str, Any]]:
+    """Measure several numbers of segments; returns those that did not run out of memory.
 
     Args:
         length: of the sequence [time steps].
-        budget: fewer segments are tried only while they may be within it [bytes].
-        probe: segments to (bytes, seconds) of a step; None where memory ran out.
+        budget: fewer segments are tried only while they may fit it [bytes].
+        measure: segments to (bytes, seconds) of a step, or None where memory ran out.
     """
     found: dict[int, tuple[int, float]] = {}
 
     def try_(segments: int) -> bool:
-        result = probe(segments)
+        result = measure(segments)
         if result is not None:
             found[segments] = result
         return result is not None
@@ -101,7 +117,7 @@ def search(length: int, budget: int, probe: Callable[[int], Any]) -> list[dict[s
     start = math.isqrt(length)
     segments = start
     try_(start)
-    while segments < length:  # shorter segments: slower by their number, but perhaps they fit
+    while segments < length:  # more segments are slower, but may fit
         before, segments = segments, min(2 * segments, length)
         if not try_(segments):
             break
@@ -119,72 +135,69 @@ def search(length: int, budget: int, probe: Callable[[int], Any]) -> list[dict[s
     ]
 
 
-def probe_step(config: Config, device: torch.device, segments: int) -> Any:
-    """Bytes above the start, and seconds of the faster of two training steps."""
-    seed_everything(config.run.seed)
-    dtype = torch.float64 if config.run.precision == "fp64" else torch.float32
-    data = make_data(config.sequence, config.run.seed)
-    model = AddingRNN(config.network, config.sequence).to(device, dtype)
+def step_cost(
+    sequence: SequenceOptions,
+    network: RecurrentOptions,
+    run: RunOptions,
+    batch_size: int,
+    device: torch.device,
+    segments: int,
+) -> tuple[int, float] | None:
+    """Memory and time of the faster of two training steps [bytes, s]; None if memory ran out."""
+    set_determinism(**run.determinism)
+    seed_everything(run.seed)
+    dtype, _, _ = mixed_precision(run.precision, device)
+    data = make_data(sequence, run.seed)
+    model = AddingRNN(network, sequence).to(device, dtype)
     optimizer = torch.optim.Adam(model.parameters())
     memory, times = PeakMemory(device), []
-    batch_size = config.optimizer.total_batch_size(1)
     try:
         for step in range(2):
             start_s = time.perf_counter()
-            keys = [(step, index) for index in range(batch_size)]
-            sequences, _ = default_collate([data.train[key] for key in keys])
+            samples = [data.train[step, index] for index in range(batch_size)]
+            sequences, _ = default_collate(samples)
             train_step(model, optimizer, sequences.to(device, dtype), segments)
             synchronize(device)
             times.append(time.perf_counter() - start_s)
-    except (MemoryError, RuntimeError) as error:  # torch's CPU allocator raises RuntimeError
-        if (
-            not isinstance(error, MemoryError)
-            and "alloc" not in str(error)
-            and "memory" not in str(error)
-        ):
-            raise
+    except MemoryError:
         return None
+    except RuntimeError as error:  # which torch's allocators raise
+        if "alloc" in str(error) or "memory" in str(error):
+            return None
+        raise
     return memory.above_start(), min(times)
 
 
-def forked(function: Callable[[], Any]) -> Any:
-    """The result of a function that ran in a fork of this process; None where that was killed."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.close(reading)
-            with os.fdopen(writing, "w") as pipe:
-                json.dump(function(), pipe)
-            status = 0
-        except Exception:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        text = pipe.read()
-    _, ended = os.waitpid(child, 0)
-    if ended and not os.WIFSIGNALED(ended):
-        raise TrainingError("measuring a step failed; what it said is above")
-    return json.loads(text) if text else None
+def in_new_process(start_method: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a child process; returns None if the kernel killed the child.
+
+    Args:
+        start_method: of multiprocessing. spawn: a new interpreter; fork: a copy of this process.
+        function: to call.
+        arguments: for it.
+
+    Raises:
+        TrainingError: the function failed; its traceback is on stderr.
+    """
+    context: Any = get_context(start_method)
+    reading, writing = context.Pipe(duplex=False)
+    child = context.Process(target=_answer, args=(os.getpid(), writing, function, *arguments))
+    child.start()
+    writing.close()
+    try:
+        result = reading.recv()
+    except EOFError:
+        result = None
+    child.join()
+    if child.exitcode > 0:
+        raise TrainingError("measuring a step failed; its traceback is above")
+    return result
 
 
-def main() -> None:
-    """Print predictions as JSON: python -m recipes.checkpoint_rnn.plan BUDGET [options]."""
-    budget, *arguments = sys.argv[1:]
-    _, config = cli.parse(NAME, Config, arguments)
-    set_determinism(**config.run.determinism)
-    device = torch.device(config.run.device)
-
-    def probe(segments: int) -> Any:
-        if device.type == "cpu":
-            return forked(lambda: probe_step(config, device, segments))
-        return probe_step(config, device, segments)
-
-    print(json.dumps(search(config.sequence.length, int(budget), probe)))
-
-
-if __name__ == "__main__":
-    main()
+def _answer(parent: int, pipe: Any, function: Callable[..., Any], *arguments: Any) -> None:
+    end_with_parent()
+    if os.getppid() != parent:  # it ended before the line above
+        return
+    for number in (signal.SIGINT, *STOP_SIGNALS):  # the parent ends, and then this process does
+        signal.signal(number, signal.SIG_IGN)
+    pipe.send(function(*arguments))

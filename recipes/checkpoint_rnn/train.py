@@ -1,11 +1,11 @@
 """Activation checkpointing over time: a recurrent network on sequences too long to remember.
 
-Training keeps what every time step computed until the backward pass. `--segments N` cuts the
-sequence into N pieces and keeps only the state between them; the backward pass computes each piece
-anew when it comes to it. Memory falls with N until the kept states outweigh a piece (about the root
-of the length), for at most one more forward pass. `--segments auto` measures and takes the fastest
-number within `--memory-budget`. Use it when activations do not fit; where weights and optimizer
-state are what is too large, it does not help.
+Training keeps the results of every time step until the backward pass. `--segments N` cuts the
+sequence into N segments and keeps only the state between them; the backward pass recomputes each
+segment when it needs it. Memory is smallest if N is near the square root of the length, and the
+price is at most one more forward pass. `--segments auto` measures, and takes the fastest number
+within `--memory-budget`. Use it when activations do not fit; it does not help when the weights and
+the optimizer state are too large.
 
     make run RECIPE=checkpoint_rnn                                      plain
     make run RECIPE=checkpoint_rnn ARGS="--length 8192 --segments auto --memory-budget 100000000"
@@ -20,21 +20,17 @@ adding problem, Hochreiter & Schmidhuber 1997, "Long Short-Term Memory", section
 the length, Tallec & Ollivier 2018 (arXiv 1804.11188), section 2.
 """
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 if not __package__:  # started as a file: the repository is not on the path yet
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader
 
 from common import cli
 from common.data.stream import GlobalBatches, fixed_batches, make_loader
@@ -42,47 +38,41 @@ from common.group.devices import choose_device
 from common.group.rendezvous import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
-from common.measure import PeakMemory
 from common.options import free
 from common.run.folder import Run
 from common.run.logs import announce, log, set_up_logs
 from common.run.loop import Loop
 from common.run.options import RunOptions
 from common.run.snapshot import Stateful
-from common.seeds import seed_everything, set_determinism
-from common.training.evaluate import Evaluation
-from common.training.optimizer import OptimizerOptions, set_lr
+from common.seeds import mixed_precision, seed_everything, set_determinism
+from common.training.optimizer import OptimizerOptions, SmallBatchOptions, set_lr
 from recipes.checkpoint_rnn.adding import (
     AddingRNN,
     RecurrentOptions,
     SequenceOptions,
+    evaluate,
     make_data,
-    targets,
+    train_step,
 )
+from recipes.checkpoint_rnn.memory import PeakMemory
+from recipes.checkpoint_rnn.plan import choose_segments
 
 NAME = "checkpoint_rnn"
 
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """What is kept for the backward pass."""
+    """Which activations are kept for the backward pass."""
 
     segments: int | Literal["auto"] = 1
-    """Pieces of the sequence; 1 keeps everything. auto: the fastest within --memory-budget."""
+    """Segments of the sequence; 1 keeps everything. auto: the fastest within --memory-budget."""
     memory_budget: int | None = free(None)
-    """For auto: what training may use above what the process holds before it [bytes]."""
-
-
-@dataclass(frozen=True)
-class SmallBatchOptions(OptimizerOptions):
-    """How long, with which batch and which steps."""
-
-    default_batch_size: ClassVar[int] = 64
+    """For auto: memory for training, above what the process holds before it [bytes]."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """All options; those of a group mean the same in every recipe."""
+    """All options; a group means the same in every recipe."""
 
     run: RunOptions = field(default_factory=RunOptions)
     sequence: SequenceOptions = field(default_factory=SequenceOptions)
@@ -93,7 +83,7 @@ class Config:
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
 
     def __post_init__(self) -> None:
-        """Refuse combinations that mean nothing."""
+        """Refuse values and combinations that cannot work."""
         segments, budget = self.checkpoint.segments, self.checkpoint.memory_budget
         for name, value, minimum in (
             *((name, value, 1) for name, value in asdict(self.sequence).items()),
@@ -113,39 +103,11 @@ class Config:
         if (segments == "auto") != (budget is not None):
             raise ValueError("--segments auto and --memory-budget BYTES belong together")
         if not 0 <= self.network.dropout < 1 or (self.network.dropout and self.network.layers < 2):
-            raise ValueError("--dropout is a share, 0 to below 1, between 2 or more --layers")
+            raise ValueError("--dropout needs --layers 2 or more, and must be from 0 to below 1")
         if self.optimizer.momentum or self.optimizer.weight_decay:
             raise ValueError(f"{NAME} trains with Adam: no --momentum, no --weight-decay")
         if self.run.precision in ("bf16", "fp16"):
             raise ValueError(f"{NAME} computes in --precision fp32 or fp64")
-
-
-@torch.no_grad()
-def evaluate(
-    model: AddingRNN, loader: DataLoader[Tensor], device: torch.device, dtype: torch.dtype
-) -> Evaluation:
-    """Mean squared error, and how many are off by less than 0.04 (the source's criterion)."""
-    model.eval()
-    error, correct, total = 0.0, 0, 0
-    for sequences, _ in loader:
-        sequences = sequences.to(device, dtype)
-        off = (model(sequences, math.ceil(sequences.shape[1] / 64)) - targets(sequences)).abs()
-        error += float(off.double().square().sum())
-        correct, total = correct + int((off < 0.04).sum()), total + len(off)
-    model.train()
-    return Evaluation(error / total, correct, total)
-
-
-def train_step(
-    model: AddingRNN, optimizer: torch.optim.Optimizer, sequences: Tensor, segments: int
-) -> Tensor:
-    """One step of Adam with clipped gradients; returns the mean squared error."""
-    loss = mse_loss(model(sequences, segments), targets(sequences))
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss
 
 
 def train(config: Config, ranks: Ranks) -> None:
@@ -158,7 +120,7 @@ def train(config: Config, ranks: Ranks) -> None:
     seed_everything(seed)
     device = choose_device(config.run.device, ranks)
     announce(NAME, config.run, ranks, device)
-    dtype = torch.float64 if config.run.precision == "fp64" else torch.float32
+    dtype, _, _ = mixed_precision(config.run.precision, device)
     with process_group(ranks, device, config.run.backend, config.run.timeout_s):
         run = Run(NAME, config, config.run, ranks, device)
 
@@ -173,11 +135,12 @@ def train(config: Config, ranks: Ranks) -> None:
         model = AddingRNN(config.network, config.sequence).to(device, dtype)
 
         # (nothing to parallelise) which activations to keep
-        segments = config.checkpoint.segments
+        segments, budget = config.checkpoint.segments, config.checkpoint.memory_budget
         if segments == "auto":
-            from recipes.checkpoint_rnn.plan import choose_segments
-
-            segments = choose_segments(config, device, run.folder)
+            assert budget is not None  # see Config
+            segments = choose_segments(
+                config.sequence, config.network, config.run, batch_size, budget, device, run.folder
+            )
             run.resolve(segments=segments)
 
         # optimizer
@@ -203,15 +166,12 @@ def train(config: Config, ranks: Ranks) -> None:
             loop.after_epoch(result, model.state_dict())
 
         # report
+        used = memory.above_start()
         loop.finish(
-            model.state_dict(),
-            val_loss=result.loss,
-            segments=segments,
-            training_memory_bytes=memory.above_start(),
+            model.state_dict(), val_loss=result.loss, segments=segments, training_memory_bytes=used
         )
-        budget = config.checkpoint.memory_budget
-        if budget is not None and memory.above_start() > budget:
-            log.warning(f"training used {memory.above_start():,} bytes, above the budget")
+        if budget is not None and used > budget:
+            log.warning(f"training used {used:,} bytes, more than --memory-budget {budget}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

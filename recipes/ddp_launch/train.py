@@ -1,8 +1,8 @@
 """DistributedDataParallel: one process per device, started by a launcher.
 
-Every rank holds a copy of the model and takes its slice of each global batch; gradients are
+Every rank holds a copy of the model and takes its slice of each global batch. Gradients are
 averaged while the backward pass runs, so all copies take the same step. Use it whenever the model
-fits on one device, on one host or several; where it does not fit, split the model instead.
+fits on one device, on one host or on several. If the model does not fit, split it instead.
 
     make run RECIPE=ddp_launch                                 one machine, GPUs or CPUs
     torchrun --nproc-per-node 2 -m recipes.ddp_launch.train    the same, started by torchrun
@@ -46,16 +46,16 @@ from common.training.ddp import (
     warm_up,
 )
 from common.training.evaluate import evaluate
-from common.training.models import ModelOptions, prepare_model, set_train_mode, trained_as
+from common.training.models import ModelOptions, prepare_model, set_train_mode
 from common.training.optimizer import OptimizerOptions, make_sgd, set_lr
-from common.training.virtual_ranks import use_virtual_ranks
+from common.training.virtual_ranks import seed_shards, use_virtual_ranks
 
 NAME = "ddp_launch"
 
 
 @dataclass(frozen=True)
 class Config:
-    """All options; those of a group mean the same in every recipe."""
+    """All options; a group means the same in every recipe."""
 
     run: RunOptions = field(default_factory=RunOptions)
     data: DataOptions = field(default_factory=DataOptions)
@@ -96,20 +96,13 @@ def train(config: Config, ranks: Ranks) -> None:
             model = synchronize_batch_norm(model, device)
         # Sends rank 0's weights to all ranks, and averages gradients while backward() runs.
         ddp = DistributedDataParallel(
-            trained_as(config.model, model),
+            torch.compile(model) if config.model.compile else model,
             device_ids=[device.index] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,  # saves one copy of the gradients
         )
         set_comm_hook(ddp, parallel)
-        if shards := parallel.virtual_ranks:  # the same bits on any number of processes
-            use_virtual_ranks(
-                ddp,
-                shards,
-                batch_size,
-                lambda: loop.state.step,
-                seed=seed,
-                timeout_s=config.run.timeout_s,
-            )
+        if parallel.virtual_ranks:  # the same bits on any number of processes
+            use_virtual_ranks(ddp, parallel.virtual_ranks, batch_size, config.run.timeout_s)
 
         # optimizer
         optimizer = make_sgd(model.parameters(), options, scaled=scaler.is_enabled())
@@ -120,7 +113,7 @@ def train(config: Config, ranks: Ranks) -> None:
         if not loop.resume():
             return
         set_train_mode(model)
-        # A resumed run must add gradients up in the same order as one that was never stopped.
+        # A resumed run must add gradients in the same order as an uninterrupted run.
         image, _ = data.train[(0, 0)]
         warm_up(ddp, loader.prepare(image), micro_batch_size, autocast)
 
@@ -129,6 +122,8 @@ def train(config: Config, ranks: Ranks) -> None:
             batches.set_epoch(epoch, loop.state.batch, loop.steps_left)
             for images, labels in loader:
                 set_lr(optimizer, loop.lr)
+                if parallel.virtual_ranks:
+                    seed_shards(ddp, seed, loop.state.step)
                 losses = []
                 for part, truth in micro_batches(ddp, images, labels, parallel.accumulate):
                     with autocast:
@@ -139,7 +134,7 @@ def train(config: Config, ranks: Ranks) -> None:
                 optimizer.zero_grad(set_to_none=True)
                 loop.after_step(torch.cat(losses))
             loop.save()  # before the evaluation, which may take long
-            # The model inside: ddp's forward would wait for its peers.
+            # The model inside, because ddp's forward would wait for the other ranks.
             result = evaluate(model, val_loader, len(data.val), device)
             loop.after_epoch(result, model.state_dict())
 

@@ -8,7 +8,7 @@ from common import cli
 from common.figure import save_figure
 from common.files import mebibytes
 from common.group.devices import choose_devices
-from common.run.options import as_arguments
+from common.run.options import flatten
 from recipes.dp_resnet50.train import NAME, Config
 from tools.comparison import in_turn, median, run_recipe, visible_devices
 
@@ -60,6 +60,22 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
         "tables": [{"title": title, "columns": columns, "rows": rows}],
         "runs": runs,
     }
+
+
+def as_arguments(config: Any, leave_out: set[str]) -> list[str]:
+    """The command line that gives `config`, for another recipe with the same groups."""
+    arguments = []
+    for name, value in flatten(config).items():
+        option = name.replace("_", "-")
+        if name in leave_out or value is None:
+            continue
+        if isinstance(value, list | tuple):
+            arguments += [f"--{option}", *map(str, value)]
+        elif isinstance(value, bool):
+            arguments.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            arguments += [f"--{option}", str(value)]
+    return arguments
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

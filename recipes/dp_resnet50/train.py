@@ -1,9 +1,9 @@
-"""DataParallel: one process copies the model to every GPU anew in each step.
+"""DataParallel: one process copies the model to every GPU in each step.
 
-The batch is split over the GPUs, each computes on its copy, and GPU 0 gathers the outputs and the
-gradients and takes the step: the first way to use several GPUs that people meet, here to be
-measured against the better one (`--compare`). Use it for a quick try on one machine; for
-anything that runs for long use ddp_launch. With fewer than two GPUs it replicates nothing.
+The batch is split over the GPUs, and each GPU computes on its copy. GPU 0 gathers the outputs and
+the gradients, and takes the step. Many people meet this way first; `--compare` measures it
+against the better one. Use it for a quick try on one machine, and ddp_launch for long runs. With
+fewer than two GPUs it replicates nothing.
 
     make run RECIPE=dp_resnet50                                      all visible GPUs, or the CPU
     make run RECIPE=dp_resnet50 ARGS="--device-ids 0 1"              a subset
@@ -22,23 +22,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # started as a file: the repository is not on the path yet
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from common import cli
-from common.data.datasets import Data, DataOptions, load_data
+from common.data.datasets import DataOptions, load_data
 from common.data.loaders import make_loaders
 from common.errors import InputError, multiples_near
-from common.files import mebibytes
 from common.group.devices import choose_devices
 from common.group.rendezvous import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
-from common.measure import Utilization, peak_memory_bytes
 from common.run.folder import Run
 from common.run.logs import announce, log, set_up_logs
 from common.run.loop import Loop
@@ -47,14 +47,9 @@ from common.run.snapshot import Stateful
 from common.seeds import mixed_precision, seed_everything, set_determinism
 from common.training.ddp import warm_up
 from common.training.evaluate import evaluate
-from common.training.models import (
-    ModelOptions,
-    build_model,
-    prepare_model,
-    set_train_mode,
-    trained_as,
-)
+from common.training.models import ModelOptions, build_model, prepare_model, set_train_mode
 from common.training.optimizer import OptimizerOptions, make_sgd, set_lr
+from recipes.dp_resnet50.report import Utilization, show_gpus, show_inference
 
 NAME = "dp_resnet50"
 
@@ -64,12 +59,12 @@ class ParallelOptions:
     """Which devices share the work."""
 
     device_ids: tuple[int, ...] | None = None
-    """GPUs to use, the first one leads; CUDA_VISIBLE_DEVICES hides and numbers them. None: all."""
+    """GPUs to use, the leading one first; CUDA_VISIBLE_DEVICES renumbers them. None: all."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """All options; those of a group mean the same in every recipe."""
+    """All options; a group means the same in every recipe."""
 
     run: RunOptions = field(default_factory=partial(RunOptions, cpu_threads=2))
     data: DataOptions = field(default_factory=DataOptions)
@@ -84,24 +79,11 @@ class Config:
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
 
-def show_inference(
-    config: Config, data: Data, images: Tensor, path: Path, model: nn.Module
-) -> None:
-    """What the saved weights are for: a plain model on a CPU that predicts like the trained one."""
-    plain = build_model(config.model, data.channels, len(data.class_names), data.side)
-    plain.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    with torch.inference_mode():
-        ours = plain.eval()(images.cpu().float()).argmax(1)
-        theirs = model.eval()(images).argmax(1).cpu()
-    same = int((ours == theirs).sum())
-    log.info(f"{path.name} in a plain model on a CPU: {same} of {len(ours)} predictions the same")
-
-
 class Autocast(nn.Module):
-    """A model that enters autocast by itself.
+    """A model that enters autocast in its own forward.
 
-    DataParallel's threads know that it is on but not for which type, and would take fp16 for bf16
-    (torch 2.15, parallel_apply).
+    DataParallel's threads take over that autocast is on, but not its type: they would compute in
+    fp16 and not in bf16 (torch 2.15, parallel_apply).
     """
 
     def __init__(self, model: nn.Module, autocast: torch.autocast) -> None:
@@ -110,7 +92,7 @@ class Autocast(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits of the model."""
-        with copy.copy(self.autocast):  # which keeps what it found: a copy for each thread
+        with copy.copy(self.autocast):  # one per thread, because it stores the previous state
             logits: Tensor = self.model(images)
         return logits
 
@@ -136,19 +118,13 @@ def train(config: Config, ranks: Ranks) -> None:
         data = load_data(config.data, seed, ranks)
         batch_size = options.total_batch_size(len(devices))
         if len(devices) > 1 and config.model.dropout:
-            raise InputError(
-                "--dropout draws from each GPU's generator, and snapshots hold the "
-                "first one's: leave it out, or use ddp_launch"
-            )
+            raise InputError("--dropout: snapshots hold the generator of one GPU: use ddp_launch")
         if len(devices) > 1 and config.model.compile:
-            raise InputError(
-                "--compile: torch cannot compile what DataParallel copies anew in "
-                "each step; use ddp_launch, or one device"
-            )
+            raise InputError("--compile cannot compile DataParallel's copies: use ddp_launch")
         if batch_size % len(devices):
             raise InputError(
-                f"--global-batch-size {batch_size} is not divided by the {len(devices)} devices, "
-                f"some of which would idle: {multiples_near(batch_size, len(devices))} would be"
+                f"--global-batch-size {batch_size} cannot be divided by {len(devices)} devices: "
+                f"{multiples_near(batch_size, len(devices))} samples would do"
             )
         batches, loader, val_loader = make_loaders(
             data, config.data, batch_size, seed, ranks, device, dtype, run.folder
@@ -160,9 +136,9 @@ def train(config: Config, ranks: Ranks) -> None:
         model.to(device, dtype)
 
         # parallelise
-        # Each forward copies the model to all GPUs and scatters the batch over them; the outputs
-        # come back to the first one, and so do the gradients. BatchNorm looks at each GPU's slice.
-        parallel = trained_as(config.model, model)
+        # Each forward copies the model to all GPUs and scatters the batch over them. Outputs and
+        # gradients come back to the first GPU. BatchNorm sees each GPU's slice.
+        parallel: Any = torch.compile(model) if config.model.compile else model
         if len(devices) > 1:
             parallel = nn.DataParallel(Autocast(model, autocast), [d.index for d in devices])
 
@@ -185,7 +161,7 @@ def train(config: Config, ranks: Ranks) -> None:
             for images, labels in loader:
                 set_lr(optimizer, loop.lr)
                 with autocast:
-                    loss = nn.functional.cross_entropy(parallel(images), labels)
+                    loss = cross_entropy(parallel(images), labels)
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
                 scaler.update()
@@ -196,14 +172,13 @@ def train(config: Config, ranks: Ranks) -> None:
             loop.after_epoch(result, model.state_dict())
 
         # report
-        peaks, used = peak_memory_bytes(devices), utilization.stop()
-        # `model` and not `parallel`: names without `module.`, so that it loads anywhere.
+        used = utilization.stop()
+        # The names in `model` have no `module.` prefix, so that the weights load anywhere.
         loop.finish(model.state_dict(), gpu_utilization_percent=used)
-        for gpu, peak, percent in zip(devices, peaks, used, strict=False):  # none on a CPU
-            share = "not sampled" if percent is None else f"{percent:.0f} %"
-            log.info(f"  {gpu}: peak memory {mebibytes(peak)}, utilisation {share}")
+        show_gpus(devices, used)
         images, _ = next(iter(val_loader))
-        show_inference(config, data, images, run.folder / "model.pt", model)
+        plain = build_model(config.model, *data.shape)
+        show_inference(plain, model, images, run.folder / "model.pt")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,51 +1,59 @@
 """The batch-size lesson: the same training with larger batches, as a figure."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from common.data.datasets import Data
-from common.data.loaders import make_loaders
 from common.figure import save_figure
 from common.files import write_json
 from common.launch.ranks import Ranks
 from common.run.logs import log, progress_bar
-from common.seeds import mixed_precision, seed_everything
+from common.seeds import seed_everything
 from common.training.evaluate import evaluate
-from recipes.dp_scratch.train import Config, Replicas, initialize, train_step
 
 LESSON_EPOCHS = 6
 
 
 def show_lesson(
-    config: Config, data: Data, ranks: Ranks, device: torch.device, folder: Path
+    start: Callable[[], Any],
+    train_step: Callable[..., Any],
+    load: Callable[[int], Any],
+    total: int,
+    seed: int,
+    ranks: Ranks,
+    folder: Path,
 ) -> None:
-    """Train on one device with larger and larger batches: accuracy per epoch falls off.
+    """Train with larger and larger batches: the accuracy after the same epochs falls.
 
-    More samples of the same data in a step say little more, and an epoch has fewer steps. A larger
+    A larger batch says little more than a small one, and an epoch has fewer steps. A larger
     learning rate makes up for that, but only up to a point.
+
+    Args:
+        start: draws the initial parameters, on one device.
+        train_step: trains (parameters, images, labels, learning rate) by one step.
+        load: batch size to (batches, training loader, validation loader).
+        total: validation samples.
+        seed: of the initial parameters.
+        ranks: this process's.
+        folder: of the run.
     """
     if (folder / "lesson.json").exists():
         return
     found: dict[str, dict[int, list[float]]] = {"lr 0.1": {}, "lr 0.1 x batch / 32": {}}
-    seed, dtype = config.run.seed, mixed_precision(config.run.precision, device)[0]
     bar = progress_bar(2 * 3 * LESSON_EPOCHS, 0, ranks, unit="epoch", desc="batch-size lesson")
     for rule, scale in zip(found, (0, 1), strict=True):
         for size in (32, 128, 512):
             seed_everything(seed)
-            replicas = Replicas(initialize(dtype), [device])
+            replicas = start()
             lr = 0.1 * (size / 32) ** scale
-            batches, loader, val_loader = make_loaders(
-                data, config.data, size, seed, ranks, device, dtype, folder
-            )
+            batches, loader, val_loader = load(size)
             accuracies = found[rule][size] = []
             for epoch in range(LESSON_EPOCHS):
                 batches.set_epoch(epoch)
                 for images, labels in loader:
                     train_step(replicas, images, labels, lr)
-                result = evaluate(replicas, val_loader, len(data.val), device)
+                result = evaluate(replicas, val_loader, total, replicas.devices[0])
                 accuracies.append(result.accuracy)
                 bar.update()
     bar.close()
@@ -58,7 +66,7 @@ def show_lesson(
 
 
 def plot_lesson(found: dict[str, dict[int, list[float]]], *panels: Any) -> None:
-    """Validation accuracy by epoch: a line for each batch size, a panel for each learning rate."""
+    """Validation accuracy by epoch: one line per batch size, one panel per learning rate."""
     for axes, (rule, curves) in zip(panels, found.items(), strict=True):
         for size, accuracies in curves.items():
             axes.plot(range(1, len(accuracies) + 1), accuracies, "o-", label=f"batch {size}")

@@ -1,9 +1,9 @@
 """Data parallelism by hand: bare tensors, a copy of the parameters on each device.
 
-Each step splits the batch, runs forward and backward on every device, sums the gradients with an
-all-reduce of four lines, and lets every device update its own copy by the whole batch: what
-DataParallel and DistributedDataParallel do, with nothing hidden. For learning, on any list of
-devices, `cpu cpu` too (which is no faster than one: they share the cores, and take turns).
+Each step splits the batch and runs forward and backward on every device. An all-reduce of four
+lines sums the gradients, and every device updates its own copy of the parameters. DataParallel and
+DistributedDataParallel do the same; here nothing is hidden. Use it to learn, on any list of
+devices. `cpu cpu` works too, but is no faster than `cpu`: the two share the cores and take turns.
 
     make run RECIPE=dp_scratch                                       all GPUs, or cpu cpu
     make run RECIPE=dp_scratch ARGS="--devices cuda:0 cuda:1"        these two
@@ -21,14 +21,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 if not __package__:  # started as a file: the repository is not on the path yet
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import cross_entropy
 
 from common import cli
 from common.data.datasets import DataOptions, load_data
@@ -46,7 +46,9 @@ from common.run.options import RunOptions
 from common.run.snapshot import Stateful
 from common.seeds import mixed_precision, seed_everything, set_determinism
 from common.training.evaluate import evaluate
-from common.training.optimizer import OptimizerOptions
+from common.training.optimizer import OptimizerOptions, SmallBatchOptions
+from recipes.dp_scratch.lenet import initialize, lenet, refuse_other_images
+from recipes.dp_scratch.lesson import show_lesson
 
 NAME = "dp_scratch"
 
@@ -56,72 +58,30 @@ class ParallelOptions:
     """Which devices share the work."""
 
     devices: tuple[str, ...] | None = None
-    """Such as `cuda:0 cuda:1`, or `cpu cpu` to learn. None: all GPUs, or cpu cpu without one."""
+    """Devices, such as `cuda:0 cuda:1`, or `cpu cpu` to learn. None: all GPUs, else `cpu cpu`."""
     lesson: bool = free(True)
-    """End with a figure of the same training with larger and larger batches."""
-
-
-@dataclass(frozen=True)
-class SmallBatchOptions(OptimizerOptions):
-    """How long, with which batch and which steps."""
-
-    default_batch_size: ClassVar[int] = 64
+    """Draw, at the end, a figure of the same training with larger batches."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """All options; those of a group mean the same in every recipe."""
+    """All options; a group means the same in every recipe."""
 
     run: RunOptions = field(default_factory=RunOptions)
     data: DataOptions = field(default_factory=partial(DataOptions, image_size=28))
     optimizer: OptimizerOptions = field(
         default_factory=partial(
-            SmallBatchOptions,
-            epochs=15,
-            lr=0.2,
-            momentum=0.0,
-            weight_decay=0.0,
+            SmallBatchOptions, epochs=15, lr=0.2, momentum=0.0, weight_decay=0.0
         )
     )
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
     def __post_init__(self) -> None:
-        """Refuse what the bare update does not have."""
+        """Refuse options that the plain update does not have."""
         if self.optimizer.momentum or self.optimizer.weight_decay:
             raise ValueError("dp_scratch's update is plain: no --momentum, no --weight-decay")
         if self.run.precision in ("bf16", "fp16"):
             raise ValueError("dp_scratch computes in --precision fp32 or fp64")
-
-
-SHAPES = {
-    "conv1.weight": (20, 1, 3, 3),
-    "conv1.bias": (20,),
-    "conv2.weight": (50, 20, 5, 5),
-    "conv2.bias": (50,),
-    "fc1.weight": (128, 800),
-    "fc1.bias": (128,),
-    "fc2.weight": (10, 128),
-    "fc2.bias": (10,),
-}
-
-
-def initialize(dtype: torch.dtype) -> dict[str, Tensor]:
-    """LeNet's parameters from torch's generator: normal over the root of the inputs, biases 0."""
-    return {
-        name: torch.randn(shape, dtype=dtype) / torch.Size(shape[1:]).numel() ** 0.5
-        if len(shape) > 1
-        else torch.zeros(shape, dtype=dtype)
-        for name, shape in SHAPES.items()
-    }
-
-
-def lenet(parameters: dict[str, Tensor], images: Tensor) -> Tensor:
-    """Logits (samples, 10) of images (samples, 1, 28, 28)."""
-    p = parameters
-    x = F.avg_pool2d(F.relu(F.conv2d(images, p["conv1.weight"], p["conv1.bias"])), 2)
-    x = F.avg_pool2d(F.relu(F.conv2d(x, p["conv2.weight"], p["conv2.bias"])), 2)
-    x = F.relu(F.linear(x.flatten(1), p["fc1.weight"], p["fc1.bias"]))
-    return F.linear(x, p["fc2.weight"], p["fc2.bias"])
 
 
 class Replicas:
@@ -138,11 +98,11 @@ class Replicas:
                 value.requires_grad_()
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Logits of images, by the first device alone."""
+        """Logits, computed on the first device alone."""
         return lenet(self.copies[0], images)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The parameters once: the copies are equal."""
+        """One copy of the parameters: all copies are equal."""
         return {name: value.detach() for name, value in self.copies[0].items()}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
@@ -153,7 +113,7 @@ class Replicas:
 
 
 def all_reduce(tensors: Sequence[Tensor]) -> None:
-    """Replace each device's tensor by the sum over devices, added in the order of devices."""
+    """Replace each device's tensor by the sum over devices."""
     for other in tensors[1:]:
         tensors[0].add_(other.to(tensors[0].device))
     for other in tensors[1:]:
@@ -161,20 +121,13 @@ def all_reduce(tensors: Sequence[Tensor]) -> None:
 
 
 def train_step(replicas: Replicas, images: Tensor, labels: Tensor, lr: float) -> Tensor:
-    """One step of gradient descent on all devices.
+    """One step of gradient descent on all devices; returns the mean loss on the first device.
 
-    Args:
-        replicas: changed in place.
-        images: (samples, 1, 28, 28), at least one sample per device; shards may differ by one.
-        labels: (samples,) int64.
-        lr: learning rate of the mean loss.
-
-    Returns:
-        The mean loss over the batch, on the first device.
+    `images` are (samples, 1, 28, 28), with at least one sample per device; `labels` (samples,).
     """
     devices = replicas.devices
     losses = [
-        F.cross_entropy(lenet(copy, x.to(device)), y.to(device), reduction="sum")
+        cross_entropy(lenet(copy, x.to(device)), y.to(device), reduction="sum")
         for copy, device, x, y in zip(
             replicas.copies,
             devices,
@@ -183,9 +136,9 @@ def train_step(replicas: Replicas, images: Tensor, labels: Tensor, lr: float) ->
             strict=True,
         )
     ]
-    for loss in losses:  # a GPU is only given the work here: all compute at the same time
+    for loss in losses:  # this only starts work on a GPU, so all GPUs compute at the same time
         loss.backward()
-    for name in SHAPES:
+    for name in replicas.copies[0]:
         gradients: list[Any] = [copy[name].grad for copy in replicas.copies]
         all_reduce(gradients)
         for copy, gradient in zip(replicas.copies, gradients, strict=True):
@@ -196,8 +149,6 @@ def train_step(replicas: Replicas, images: Tensor, labels: Tensor, lr: float) ->
 
 def train(config: Config, ranks: Ranks) -> None:
     """Train in this one process; the run's folder is `config.run.output_dir`."""
-    from recipes.dp_scratch.lesson import show_lesson
-
     options, seed = config.optimizer, config.run.seed
     set_up_logs(ranks)
 
@@ -209,27 +160,22 @@ def train(config: Config, ranks: Ranks) -> None:
     announce(NAME, config.run, ranks, device)
     log.info(f"the batch is split over {', '.join(map(str, devices))}")
     dtype, _, _ = mixed_precision(config.run.precision, device)
-    with process_group(
-        ranks, device, config.run.backend, config.run.timeout_s
-    ):  # of one: the Run's
+    with process_group(ranks, device, config.run.backend, config.run.timeout_s):
         run = Run(NAME, config, config.run, ranks, *devices)
 
         # data
         data = load_data(config.data, seed, ranks)
-        if (data.channels, data.side, len(data.class_names)) != (1, 28, 10):
-            raise InputError(
-                f"this LeNet takes grey images of 28 px in 10 classes, not {data.channels} "
-                f"channels, {data.side} px, {len(data.class_names)} classes: --data digits or "
-                "fashion_mnist, --image-size 28"
-            )
+        refuse_other_images(data)
         batch_size = options.total_batch_size(len(devices))
         if batch_size < len(devices):
             raise InputError(
                 f"--global-batch-size {batch_size} is less than {len(devices)} devices"
             )
-        batches, loader, val_loader = make_loaders(
-            data, config.data, batch_size, seed, ranks, device, dtype, run.folder
-        )
+
+        def load(size: int) -> Any:
+            return make_loaders(data, config.data, size, seed, ranks, device, dtype, run.folder)
+
+        batches, loader, val_loader = load(batch_size)
         run.resolve(num_workers=loader.num_workers)
 
         # model, parallelise
@@ -238,25 +184,30 @@ def train(config: Config, ranks: Ranks) -> None:
         # resume
         parts: dict[str, Stateful] = {"model": replicas}
         loop = Loop(run, parts, options, batches, data)
-        if not loop.resume():
-            if config.parallel.lesson:  # perhaps it was interrupted
-                show_lesson(config, data, ranks, device, run.folder)
-            return
+        if loop.resume():
+            # loop
+            for epoch in loop.epochs():
+                batches.set_epoch(epoch, loop.state.batch, loop.steps_left)
+                for images, labels in loader:
+                    loss = train_step(replicas, images, labels, loop.lr)
+                    loop.after_step(loss)
+                loop.save()  # before the evaluation, which may take long
+                result = evaluate(replicas, val_loader, len(data.val), device)
+                loop.after_epoch(result, replicas.state_dict())
 
-        # loop
-        for epoch in loop.epochs():
-            batches.set_epoch(epoch, loop.state.batch, loop.steps_left)
-            for images, labels in loader:
-                loss = train_step(replicas, images, labels, loop.lr)
-                loop.after_step(loss)
-            loop.save()  # before the evaluation, which may take long
-            result = evaluate(replicas, val_loader, len(data.val), device)
-            loop.after_epoch(result, replicas.state_dict())
+            # report
+            loop.finish(replicas.state_dict())
 
-        # report
-        loop.finish(replicas.state_dict())
-        if config.parallel.lesson:
-            show_lesson(config, data, ranks, device, run.folder)
+        if config.parallel.lesson:  # it may be missing in the folder of a finished run
+            show_lesson(
+                lambda: Replicas(initialize(dtype), [device]),
+                train_step,
+                load,
+                len(data.val),
+                seed,
+                ranks,
+                run.folder,
+            )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

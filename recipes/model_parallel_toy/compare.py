@@ -19,8 +19,8 @@ from common.group.devices import choose_device
 from common.group.rendezvous import process_group
 from common.launch.ranks import Ranks
 from recipes.model_parallel_toy.pipeline import plot_timeline
-from recipes.model_parallel_toy.split import cut, generated_points
-from recipes.model_parallel_toy.train import NAME, Config, build
+from recipes.model_parallel_toy.split import build, cut, generated_points
+from recipes.model_parallel_toy.train import NAME, Config
 from tools.comparison import in_turn, median, run_recipe
 
 DEFAULTS = """--model resnet50 --data fake --image-size 128 --global-batch-size 32
@@ -77,7 +77,7 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
     )
     size = f" at {config.data.image_size} px" if config.data.image_size else ""
     table = {
-        "title": f"`{config.parallel.model}`{size}, batch {batch_size}, "
+        "title": f"`{config.model.model}`{size}, batch {batch_size}, "
         f"{stages} stages, {micro_batches} micro-batches, {config.run.cpu_threads} CPU thread a "
         f"process; median of {rounds} runs in turn. split and micro run in one process, where CPU "
         "devices take turns.",
@@ -115,10 +115,10 @@ def main() -> None:
     _, config = cli.parse(NAME, Config, sys.argv[4:])
     torch.set_num_threads(config.run.cpu_threads)
     with process_group(Ranks(), torch.device("cpu"), "gloo", 60):
-        toy = config.parallel.model == "toy"
+        toy = config.model.model == "toy"
         data = generated_points(0) if toy else load_data(config.data, 0, Ranks())
     sample = data.val[(0, 0)][0][None].float()
-    parts = cut(build(config.parallel, data), stages, sample)
+    parts = cut(build(config.model, data), stages, sample)
     inputs = torch.cat([sample] * (config.optimizer.total_batch_size(1) // micro_batches))
     with torch.no_grad():
         for part in parts[:stage]:

@@ -1,4 +1,4 @@
-"""One process per stage: torch.distributed.pipelining, and what it leaves to its user."""
+"""One process per stage: torch.distributed.pipelining, its warm-up, evaluation and timeline."""
 
 import socket
 import time
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -19,17 +19,34 @@ from common.figure import save_figure
 from common.files import write_json
 from common.group.collectives import gather_to_rank_0
 from common.group.devices import synchronize
+from common.group.rendezvous import gloo_does_not_disturb
 from common.training.ddp import left_as_it_was
 
 
+def make_mesh(device: torch.device, replicas: int, stages: int) -> DeviceMesh:
+    """All ranks as `data` x `stage`: ranks 0 to stages - 1 are the first pipeline.
+
+    Raises:
+        InputError: gloo on GPUs.
+    """
+    backend = dist.get_backend()
+    if device.type == "cuda" and backend == "gloo":
+        raise InputError(
+            "stages on GPUs need NCCL and one GPU per stage: leave out --backend gloo, or give "
+            "--device cpu"
+        )
+    with gloo_does_not_disturb(backend):
+        return init_device_mesh(device.type, (replicas, stages), mesh_dim_names=("data", "stage"))
+
+
 class TimedStage(PipelineStage):
-    """A stage that can note when it works."""
+    """A stage that can record when it works."""
 
     work: list[dict[str, Any]] | None = None
-    """Forward and backward passes, with times in seconds; None where nothing is noted."""
+    """Forward and backward passes, with times in seconds; None: nothing is recorded."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """One micro-batch forward; what it needs has arrived before."""
+        """One micro-batch forward; its inputs have already arrived."""
         return self._noted("forward", fwd_chunk_id, super().forward_one_chunk, args, kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -59,11 +76,11 @@ class Pipeline(nn.Module):
     """This process's stage of the pipeline, and its schedule.
 
     Args:
-        stages: all of them; the others are moved to `meta`.
+        stages: all stages; those of other processes are moved to `meta`.
         schedule: gpipe or 1f1b.
-        micro_batches: of each batch.
+        micro_batches: per batch.
         device: of this process.
-        mesh: with the dimensions `data` and `stage`.
+        mesh: see `make_mesh`.
     """
 
     def __init__(
@@ -89,18 +106,18 @@ class Pipeline(nn.Module):
                 process_group=mesh.get_group("data"),
             )
         self.timed = TimedStage(wrapped, self.index, self.count, device, group=self.group)
-        # torch refuses 1F1B with one micro-batch, where it is the same as GPipe.
+        # torch refuses 1F1B with one micro-batch. GPipe does the same then.
         kind = Schedule1F1B if schedule == "1f1b" and micro_batches > 1 else ScheduleGPipe
         try:
             self.schedule = kind(self.timed, micro_batches, loss_fn=cross_entropy)
-        except ValueError as error:  # torch 2.10 wants as many micro-batches as stages of any
+        except ValueError as error:  # torch 2.10 refuses fewer micro-batches than stages
             raise InputError(f"--micro-batches, torch {torch.__version__}: {error}") from error
 
     def backward(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """Compute this stage's gradients by the schedule.
 
         Returns:
-            A scalar whose mean over the ranks is the loss: only last stages know theirs.
+            A scalar whose mean over the ranks is the loss. It is 0 except on last stages.
         """
         losses: list[Tensor] = []
         if self.index == 0:
@@ -112,13 +129,14 @@ class Pipeline(nn.Module):
         return torch.stack(losses).mean() * self.count if losses else inputs.new_zeros(())
 
     def warm_up(self, sample: Tensor, batch_size: int) -> None:
-        """Run one step whose result is thrown away: what only a first step does is then done.
+        """Run one step and discard its result.
 
-        torch finds out the shapes between stages, and in that goes through DDP's hooks, so that
-        the first step of a process would round otherwise than the same step of a longer run.
+        In the first step of a process, torch finds the shapes between stages and calls DDP's hooks
+        for that. Without a warm-up, the first step after a resume would therefore have other bits
+        than the same step of an uninterrupted run.
 
         Raises:
-            InputError: a micro-batch that the stage cannot train on.
+            InputError: the stage cannot train on such a micro-batch.
         """
         with left_as_it_was(self.stage):
             inputs = sample.expand(batch_size, *sample.shape)
@@ -129,7 +147,7 @@ class Pipeline(nn.Module):
                 if "more than 1 value per channel" not in str(error.__cause__ or error):
                     raise
                 raise InputError(
-                    f"one sample a micro-batch is too few for BatchNorm: give fewer "
+                    "BatchNorm needs more than one sample per micro-batch: give fewer "
                     f"--micro-batches than {self.micro_batches}, or --norm group"
                 ) from error
         if isinstance(self.timed.submod, DistributedDataParallel):
@@ -152,15 +170,15 @@ class Pipeline(nn.Module):
         return None
 
     def note_work(self, wanted: bool) -> None:
-        """Begin to note when the stage works, all ranks at the same moment."""
+        """Begin to record when the stage works, at the same moment on every rank."""
         if wanted:
             dist.barrier()
             self.timed.work, self.begin_s = [], time.monotonic()
 
     def save_timeline(self, folder: Path) -> None:
-        """Write what was noted; every rank calls it, rank 0 writes timeline.json and .png.
+        """Write timeline.json and timeline.png on rank 0; every rank calls it.
 
-        Processes of one host share a clock; those of another host began when a barrier let go.
+        Processes of one host share a clock. On each host, time 0 is the end of the barrier.
         """
         ranks = gather_to_rank_0((socket.gethostname(), self.begin_s, self.timed.work or []))
         began_s: dict[str, float] = {}
@@ -177,7 +195,7 @@ class Pipeline(nn.Module):
 
 
 def plot_timeline(work: list[dict[str, Any]], axes: Any) -> None:
-    """Which stage worked when; of copies of the pipeline, all on top of each other."""
+    """When each stage worked; copies of the pipeline are drawn on top of each other."""
     for entry in work:
         start_ms, end_ms = 1e3 * entry["start_s"], 1e3 * entry["end_s"]
         colour = "tab:blue" if entry["kind"] == "forward" else "tab:orange"

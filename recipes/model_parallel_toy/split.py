@@ -1,7 +1,8 @@
-"""Models cut into stages, and one process that drives the stages on several devices."""
+"""Models cut into stages, the options for it, and one process that drives all stages."""
 
+from dataclasses import dataclass
 from itertools import combinations, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +12,86 @@ from torch.utils.flop_counter import FlopCounterMode
 from common.data.datasets import Arrays, ArraySamples, Data
 from common.errors import InputError
 from common.group.collectives import gather_to_rank_0
+from common.options import free
 from common.run.logs import log
+from common.training.ddp import warm_up
+from common.training.models import ModelOptions, build_model
+
+
+@dataclass(frozen=True)
+class WholeModelOptions:
+    """The model that is cut."""
+
+    model: Literal["toy", "resnet50"] = "toy"
+    """toy: 10 inputs, a hidden layer of 10, 5 classes; it trains on generated points."""
+    norm: Literal["group", "batch"] = "group"
+    """Normalisation of resnet50. With batch, the number of micro-batches changes the result,
+    because BatchNorm sees one micro-batch at a time."""
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """Into how many stages the model is cut, and in which order they work."""
+
+    schedule: Literal["split", "micro", "gpipe", "1f1b"] = "split"
+    """split and micro: one process over several devices; gpipe and 1f1b: one process per stage."""
+    stages: int = 2
+    """Stages of the model, with about the same floating-point operations in each."""
+    micro_batches: int | None = None
+    """Micro-batches per batch. None: 1 for split, else 4."""
+    data_parallel: int = 1
+    """Copies of the pipeline, each with its share of the batch (gpipe and 1f1b)."""
+    devices: tuple[str, ...] | None = None
+    """One device per stage (split and micro), such as `cuda:0 cuda:1` or `cpu cpu`. None: the GPUs
+    in turn, or the CPU."""
+    timeline: bool = free(True)
+    """Record the last step in timeline.json and timeline.png (gpipe and 1f1b)."""
+
+    def __post_init__(self) -> None:
+        """Refuse values and combinations that cannot work."""
+        if min(self.stages, self.data_parallel, self.micro_batch_count) < 1:
+            raise ValueError("--stages, --micro-batches and --data-parallel must be at least 1")
+        if self.schedule == "split" and self.micro_batch_count > 1:
+            raise ValueError("--schedule split has no micro-batches: give --schedule micro")
+        if self.in_processes and self.stages < 2:
+            raise ValueError(f"--schedule {self.schedule} needs --stages 2 or more")
+        if self.schedule == "1f1b" and 1 < self.micro_batch_count < self.stages:
+            raise ValueError("--schedule 1f1b needs at least as many --micro-batches as --stages")
+        if self.devices and self.in_processes:
+            raise ValueError("--devices is for split and micro: gpipe and 1f1b take --device")
+        if self.devices is not None and len(self.devices) != self.stages:
+            raise ValueError(
+                f"{len(self.devices)} --devices for {self.stages} --stages: name one per stage"
+            )
+        if self.data_parallel > 1 and not self.in_processes:
+            raise ValueError("--data-parallel needs --schedule gpipe or 1f1b")
+
+    @property
+    def in_processes(self) -> bool:
+        """Whether each stage is a process."""
+        return self.schedule in ("gpipe", "1f1b")
+
+    @property
+    def micro_batch_count(self) -> int:
+        """Micro-batches per batch."""
+        default = 1 if self.schedule == "split" else 4
+        return default if self.micro_batches is None else self.micro_batches
+
+    @property
+    def processes(self) -> int:
+        """Number of ranks."""
+        return self.stages * self.data_parallel if self.in_processes else 1
+
+
+def build(options: WholeModelOptions, data: Data) -> nn.Module:
+    """The whole model for `data`."""
+    if options.model == "toy":
+        return nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5))
+    return build_model(ModelOptions(model="resnet50", norm=options.norm), *data.shape)
 
 
 def generated_points(seed: int) -> Data:
-    """2,000 normal points (10,); their class is the largest of 5 random projections."""
+    """2,000 normally distributed points (10,); the class is the largest of 5 projections."""
     generator = torch.Generator().manual_seed(0)
     points = torch.randn(2000, 10, generator=generator)
     source = Arrays(points, (points @ torch.randn(10, 5, generator=generator)).argmax(1))
@@ -27,9 +103,9 @@ def cut(model: Any, stages: int, sample: Tensor) -> list[nn.Sequential]:
     """The model's own layers as `stages` modules in a row, each with about the same work.
 
     Args:
-        model: an nn.Sequential, or one of torchvision's ResNets.
-        stages: pieces.
-        sample: one input, with its dimension of samples.
+        model: an nn.Sequential, or a ResNet from torchvision.
+        stages: number of modules.
+        sample: one input (1, ...).
 
     Raises:
         InputError: more stages than layers with parameters.
@@ -55,7 +131,7 @@ def cut(model: Any, stages: int, sample: Tensor) -> list[nn.Sequential]:
     if stages > len(starts):
         raise InputError(f"--stages {stages} is more than the {len(starts)} layers of this model")
     flops = []
-    model.eval()  # BatchNorm would learn from the sample
+    model.eval()  # in train mode, BatchNorm would learn from the sample
     with torch.no_grad():
         for layer in chain:
             with FlopCounterMode(display=False) as counter:
@@ -78,9 +154,10 @@ class Split(nn.Module):
         super().__init__()
         self.stages = nn.ModuleList(s.to(d) for s, d in zip(stages, devices, strict=True))
         self.devices, self.micro_batches = devices, micro_batches
+        log.info(f"stages on {', '.join(map(str, devices))}")
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Outputs, on the last device. A GPU is only given its work here, and so they overlap."""
+        """Outputs, on the last device. This only starts work on GPUs, so their work overlaps."""
         outputs = []
         for micro_batch in inputs.chunk(self.micro_batches if self.training else 1):
             for stage, device in zip(self.stages, self.devices, strict=True):
@@ -95,19 +172,23 @@ class Split(nn.Module):
         loss.backward()
         return loss
 
+    def warm_up(self, sample: Tensor, batch_size: int) -> None:
+        """Find a batch that the model cannot train on (see `common.training.ddp.warm_up`)."""
+        warm_up(self, sample, batch_size)
+
 
 class StageState:
-    """The part of a whole model's state that this process holds; the rest is on `meta`."""
+    """The state of this process's stages; the rest of the model is on `meta`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Own entries, by their names in the whole."""
+        """This process's entries, by their names in the whole model."""
         return {k: v for k, v in self.model.state_dict().items() if not v.is_meta}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Take over own entries."""
+        """Load this process's entries."""
         self.model.load_state_dict(state_dict, strict=False)
 
     def full_state_dict(self) -> dict[str, Tensor]:
