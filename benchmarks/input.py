@@ -18,11 +18,11 @@ from common.data.datasets import IMAGENET_MEAN, IMAGENET_STD, DataOptions, load_
 from common.data.loaders import make_loaders
 from common.figure import save_figure
 from common.group.rendezvous import process_group
-from common.launch.fresh import run_fresh
 from common.launch.process import keep_freed_memory
 from common.launch.ranks import Ranks
 from recipes.tune_loader.compare import write_photos
 from tools.comparison import in_turn, spread
+from tools.fresh import run_fresh
 
 PHOTOS, BATCH_SIZE, WORKERS, EPOCHS = 480, 32, 2, 3
 VARIANTS = {

@@ -28,9 +28,9 @@ from torchvision.datasets import ImageFolder
 from torchvision.models import resnet18
 
 from common.figure import save_figure
-from common.launch.fresh import run_fresh
 from recipes.tune_loader.compare import write_photos
 from tools.comparison import in_turn, run_recipe, spread
+from tools.fresh import run_fresh
 
 
 @dataclass(frozen=True)

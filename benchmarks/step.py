@@ -10,8 +10,8 @@ from benchmarks.peers.measure import run_stamped
 from benchmarks.turns import Case, Way, run_both
 from common.data.datasets import DataOptions
 from common.figure import save_figure
+from common.files import read_metrics
 from common.launch.ranks import Ranks
-from common.run.folder import read_metrics
 from common.run.logs import progress_bar
 from common.training.models import ModelOptions
 from tools.comparison import spread

@@ -32,12 +32,12 @@ from common.data.stream import GlobalBatches
 from common.errors import TrainingError
 from common.group.collectives import gather
 from common.group.rendezvous import process_group
-from common.launch.fresh import fresh_environment
 from common.launch.process import end_process, run_rank
 from common.launch.ranks import Ranks, resolve
 from common.seeds import mixed_precision, seed_everything
 from common.training.ddp import micro_batches, warm_up
 from common.training.models import ModelOptions, prepare_model
+from tools.fresh import fresh_environment
 
 Hook = Callable[[dist.ProcessGroup | None, dist.GradBucket], torch.futures.Future[Tensor]]
 

@@ -7,7 +7,7 @@ One room per question; imports point down this list only (tests/test_house.py):
     data/    training/     samples and batches; model, optimizer, gradients, evaluation
     group/                 devices, the rendezvous of the ranks, what they tell each other
     launch/                who am I; start, end and explain ranks
-    errors files seeds figure options   (seeds: randomness, determinism, precision)
+    errors options files machine seeds figure     (seeds: randomness, determinism, precision)
 
 How to add a recipe, a data set or a launcher: CONTRIBUTING.md.
 """

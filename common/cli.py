@@ -1,12 +1,10 @@
 """From a command line to a running recipe. Imports no torch, so that a launcher starts at once."""
 
-import argparse
 import contextlib
 import gc
 import io
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, make_dataclass
@@ -173,16 +171,6 @@ def refuse(error: InputError, ranks: Ranks | None = None) -> int:
     return report(error, ranks or Ranks())
 
 
-def attempt(body: Callable[[], int | None]) -> int:
-    """Run a command that has no state to save; return the exit status."""
-    try:
-        return body() or STATUS_FINISHED
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except Exception as error:  # the outermost frame: every failure becomes a status
-        return report(error, Ranks())
-
-
 def parse(name: str, config_class: type[C], arguments: Sequence[str]) -> tuple[LaunchOptions, C]:
     """The options as dataclasses; `--help` prints and exits.
 
@@ -233,19 +221,3 @@ def _one_line(box: str) -> str:
     if similar := re.search(r"Perhaps you meant\W+(--[\w-]+)", box):
         text += f" (perhaps you meant {similar[1]})"
     return ". ".join(filter(None, [text, hint(text), "--help lists the options"]))
-
-
-class Parser(argparse.ArgumentParser):
-    """For commands with few options. `about` is their --help, printed as it is."""
-
-    def __init__(self, name: str, about: str | None) -> None:
-        super().__init__(
-            prog=f"python -m recipes {name}",
-            description=about,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-
-    def error(self, message: str) -> NoReturn:
-        """Raise InputError instead of ending the process."""
-        raise InputError(f"{message}. --help lists the options")

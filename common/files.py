@@ -1,12 +1,16 @@
-"""Files that are written completely or not at all; the hash of weights; bytes in words."""
+"""Files that are written completely or not at all, new folders, the hash of weights."""
 
 import hashlib
 import json
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from common.errors import InputError
 
 
 def weights_sha256(state_dict: dict[str, Tensor]) -> str:
@@ -38,3 +42,46 @@ def write_json(path: Path, content: Any) -> None:
 def mebibytes(number: float) -> str:
     """A number of bytes for a table."""
     return f"{number / 2**20:,.0f} MiB"
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def new_folder(parent: Path) -> Path:
+    """Make a folder named by the time; a second run in the same second gets another name."""
+    stamp = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
+    for suffix in ("", *(f"-{number}" for number in range(2, 100))):
+        try:
+            (parent / f"{stamp}{suffix}").mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise InputError(f"{parent} cannot be written: {error}; give --output-dir") from error
+        return parent / f"{stamp}{suffix}"
+    raise InputError(f"{parent} holds 99 runs of {stamp}: give --output-dir")
+
+
+def result_folder(given: Path | None, recipe: str, kind: str) -> Path:
+    """The folder of a measurement, made if it does not exist.
+
+    Args:
+        given: by the user. None: a new folder in runs/, under `recipe`.
+        recipe: its name.
+        kind: of result: the JSON file's name without its suffix.
+
+    Raises:
+        InputError: the folder holds such a result, or cannot be written.
+    """
+    folder = given or new_folder(Path("runs") / recipe)
+    if (folder / f"{kind}.json").exists():
+        raise InputError(
+            f"{folder} holds a {kind} already ({kind}.json): choose another --output-dir"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise InputError(f"--output-dir {folder} cannot be written: {error}") from error
+    return folder

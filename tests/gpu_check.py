@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from common.run.folder import read_metrics
+from common.files import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = Path(__file__).parent / "results" / "gpu_check.json"

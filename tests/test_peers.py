@@ -21,13 +21,13 @@ from benchmarks.peers.task import (
     make_model,
     make_optimizer,
 )
-from common import cli
 from common.errors import STATUS_FAILED, TrainingError
 from common.launch.ranks import Ranks
 from common.training.optimizer import OptimizerOptions
 from tests.conftest import ROOT, Recipe
 from tests.pool import Pool, in_group
 from tools import bench
+from tools.command import attempt
 
 
 def stamps(steps_per_epoch: int, snapshot_after: int, boundary_s: float) -> list[float]:
@@ -88,7 +88,7 @@ def test_a_contestant_that_fails_says_so(
 ) -> None:
     monkeypatch.setattr(peers, "command_of", lambda *_: [sys.executable, "-c", "exit('broken')"])
     task = Task(2, 30, 21, tmp_path)
-    assert cli.attempt(lambda: print(peers.run_once("bare", task))) == STATUS_FAILED
+    assert attempt(lambda: print(peers.run_once("bare", task))) == STATUS_FAILED
     assert "bare on 2 processes ended with status 1: broken" in capsys.readouterr().err
 
 

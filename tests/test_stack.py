@@ -10,6 +10,7 @@ import torch
 from common.data import workers
 from common.data.stream import Samples
 from common.errors import InputError
+from common.group.devices import check_driver
 from common.launch import stack
 from tests.conftest import ROOT, Recipe, library
 
@@ -65,12 +66,12 @@ def test_a_driver_is_judged_by_its_major_version(tmp_path: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.version, "cuda", needed)
             if newest // 1000 >= int(needed.split(".")[0]):
-                stack.check_driver(str(driver))
+                check_driver(str(driver))
                 continue
             fits = r"driver, take stack cu128" if newest == 12040 else "driver, or train with"
             with pytest.raises(InputError, match=fits):
-                stack.check_driver(str(driver))
-    stack.check_driver("libcuda_that_is_not_there.so")
+                check_driver(str(driver))
+    check_driver("libcuda_that_is_not_there.so")
 
 
 def test_what_is_refused_in_an_image_is_refused_by_the_front_door(recipe: Recipe) -> None:

@@ -26,12 +26,12 @@ from typing import Any
 
 from common import ROOT, cli
 from common.errors import InputError
-from common.files import write_json
-from common.launch.fresh import run_fresh
+from common.files import result_folder, write_json
 from common.launch.process import end_process, stop_at_once
 from common.launch.start import LaunchOptions
-from common.run.folder import result_folder
-from common.run.manifest import describe_machine
+from common.machine import describe_machine
+from tools.command import Parser, attempt
+from tools.fresh import run_fresh
 
 PARTS = ("step", "input", "snapshots", "network")
 ON_DEMAND = ("learning",)
@@ -231,7 +231,7 @@ def bench(arguments: Sequence[str]) -> None:
     Raises:
         InputError: something on the command line is wrong.
     """
-    parser = cli.Parser("", __doc__)
+    parser = Parser("", __doc__)
     parser.prog = "python -m tools.bench"
     parser.add_argument("what", nargs="*", metavar="WHAT", help=", ".join(SUBJECTS))
     parser.add_argument(
@@ -260,7 +260,7 @@ def bench(arguments: Sequence[str]) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run from a command line; returns the exit status."""
     stop_at_once()
-    return cli.attempt(lambda: bench(arguments))
+    return attempt(lambda: bench(arguments))
 
 
 if __name__ == "__main__":

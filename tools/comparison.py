@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.launch.fresh import run_fresh
 from common.launch.ranks import Ranks
 from common.run.logs import progress_bar
+from tools.fresh import run_fresh
 
 T = TypeVar("T")
 

@@ -28,14 +28,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common import ROOT
-from common.cli import Parser, attempt
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
 from common.group.host import control_group_limits, cpu_quotas
 from common.launch import stack
-from common.launch.fresh import fresh_environment
 from common.launch.hints import SHARED_MEMORY_HINT
 from common.launch.process import end_with_parent
 from common.launch.ranks import Ranks, resolve
+from tools.command import Parser, attempt
+from tools.fresh import fresh_environment
 
 _GIB, _MIB = 2**30, 2**20
 _TRIAL_BYTES = 32 * _MIB
@@ -92,8 +92,10 @@ def software(where: Where) -> Iterator[Finding]:
             stack.check_environment(name)  # before torch is imported
     except InputError as refused:
         yield Finding(state, str(refused))
+    from common.group.devices import check_driver  # imports torch
+
     try:
-        stack.check_driver()
+        check_driver()
     except InputError as refused:
         yield Finding("error", str(refused))
     found = stack.running_versions()

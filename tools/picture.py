@@ -13,14 +13,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, cli
+from common import ROOT
 from common.errors import TrainingError
 from common.figure import save_figure
-from common.files import write_json
-from common.launch.fresh import fresh_environment
-from common.run.folder import read_metrics
-from common.run.manifest import describe_machine
+from common.files import read_metrics, write_json
+from common.machine import describe_machine
+from tools.command import attempt
 from tools.comparison import run_recipe
+from tools.fresh import fresh_environment
 
 OPTIONS = [
     "--virtual-ranks",
@@ -125,4 +125,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.attempt(main))
+    sys.exit(attempt(main))

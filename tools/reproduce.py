@@ -26,16 +26,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from common.cli import Parser, attempt
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
 from common.figure import save_figure
-from common.files import write_json
-from common.launch.fresh import fresh_environment
+from common.files import read_metrics, result_folder, write_json
 from common.launch.process import end_with_parent
 from common.launch.start import LaunchOptions
-from common.run.folder import read_metrics, result_folder
-from common.run.manifest import describe_machine
+from common.machine import describe_machine
 from common.run.options import decisive, differences
+from tools.command import Parser, attempt
+from tools.fresh import fresh_environment
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ import numpy as np
 
 from benchmarks.peers.measure import from_stamps, instrumented, read_stamps, snapshot_step
 from benchmarks.peers.task import STEPS_PER_EPOCH, Task
-from common import cli
 from common.errors import InputError, TrainingError
 from common.figure import save_figure
 from common.files import mebibytes
 from common.launch.process import end_with_parent
 from common.launch.ranks import Ranks
 from common.run.logs import progress_bar
+from tools.command import Parser
 from tools.comparison import median, spread
 
 CONTESTANTS = ("bare", "ddp_launch", "ddp_launch, again", "accelerate", "fabric", "trainer")
@@ -117,7 +117,7 @@ def measure(options: Sequence[str], folder: Path, rounds: int) -> dict[str, Any]
     Raises:
         InputError: a library is missing, or there are too few steps.
     """
-    parser = cli.Parser("", None)
+    parser = Parser("", None)
     parser.add_argument("--steps", type=int, default=350)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)

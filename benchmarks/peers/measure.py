@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import TrainingError
-from common.launch.fresh import fresh_environment, run_fresh
+from tools.fresh import fresh_environment, run_fresh
 
 INJECT = Path(__file__).parent / "inject"
 

@@ -1,5 +1,6 @@
 """Which devices a process uses, and the backend that connects them."""
 
+import ctypes
 import os
 from collections.abc import Sequence
 
@@ -7,7 +8,7 @@ import torch
 
 from common.errors import InputError
 from common.launch.ranks import Ranks
-from common.launch.stack import check_driver
+from common.launch.stack import stacks
 
 
 def choose_device(device: str, ranks: Ranks) -> torch.device:
@@ -115,3 +116,33 @@ def synchronize(*devices: torch.device) -> None:
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+
+
+def check_driver(driver: str = "libcuda.so.1") -> None:
+    """Refuse an NVIDIA driver that is too old for this torch; a host without a driver is fine.
+
+    A driver runs programs for its own major version of CUDA and for older versions:
+    https://docs.nvidia.com/deploy/cuda-compatibility (minor version compatibility).
+
+    Raises:
+        InputError: with the stacks that fit the driver.
+    """
+    try:
+        library = ctypes.CDLL(driver)
+    except OSError:
+        return
+    number = ctypes.c_int()
+    if library.cuDriverGetVersion(ctypes.byref(number)) or torch.version.cuda is None:
+        return
+    newest, needed = number.value // 1000, int(torch.version.cuda.split(".")[0])
+    if newest >= needed:
+        return
+    fit = [name for name, parts in stacks().items() if int(parts["cuda"].split(".")[0]) <= newest]
+    drivers = [p["driver"] for p in stacks().values() if p["cuda"].startswith(f"{needed}.")]
+    raise InputError(
+        f"this host's NVIDIA driver supports CUDA {newest}.{number.value % 1000 // 10} at most, "
+        f"but torch {torch.__version__} is built for CUDA {torch.version.cuda}, which needs "
+        f"{f'driver {min(drivers)} or newer' if drivers else 'a newer driver'}: update the driver, "
+        + (f"take stack {' or '.join(fit)} (STACK={fit[0]}), " if fit else "")
+        + "or train with --device cpu"
+    )

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from common.data.datasets import Data
 from common.errors import InputError
-from common.files import mebibytes, save_weights, weights_sha256, write_json
+from common.files import mebibytes, new_folder, save_weights, weights_sha256, write_json
 from common.group.collectives import agreed, broadcast
 from common.launch.ranks import Ranks
 from common.run.manifest import describe_run
@@ -38,9 +37,7 @@ _IN_TENSORBOARD = {"val_accuracy": "accuracy", "lr": "learning_rate"}
 class Run:
     """The folder of one run. Every rank has a Run; apart from logs/, rank 0 alone writes."""
 
-    def __init__(
-        self, recipe: str, config: Any, options: RunOptions, ranks: Ranks, *devices: torch.device
-    ) -> None:
+    def __init__(self, recipe: str, config: Any, ranks: Ranks, *devices: torch.device) -> None:
         """Make the folder and this rank's log; overwrite nothing. Calls collectives.
 
         This process uses all `devices`; the loss is on the first.
@@ -48,13 +45,14 @@ class Run:
         Raises:
             InputError: the folder cannot be written, or the options are not rank 0's.
         """
-        self.config, self.options, self.ranks = config, options, ranks
+        self.config, self.ranks = config, ranks
+        self.options: RunOptions = config.run
         self.devices = list(dict.fromkeys(devices))
         self._started_s = time.monotonic()
         self._values = {"recipe": recipe, **flatten(config)}
         given = {k: v for k, v in self._values.items() if k not in MAY_DIFFER_BY_HOST}
         refuse_unlike_rank_0(given, "not started like rank 0")
-        folder = options.output_dir
+        folder = self.options.output_dir
         with agreed():
             if ranks.is_main:
                 folder = folder or new_folder(Path("runs") / recipe)
@@ -190,49 +188,6 @@ def _continued(now: dict[str, Any], then: dict[str, Any], step: int) -> dict[str
             "values before it"
         )
     return {**now, "before": before} if before else now
-
-
-def new_folder(parent: Path) -> Path:
-    """Make a folder named by the time; a second run in the same second gets another name."""
-    stamp = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
-    for suffix in ("", *(f"-{number}" for number in range(2, 100))):
-        try:
-            (parent / f"{stamp}{suffix}").mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise InputError(f"{parent} cannot be written: {error}; give --output-dir") from error
-        return parent / f"{stamp}{suffix}"
-    raise InputError(f"{parent} holds 99 runs of {stamp}: give --output-dir")
-
-
-def result_folder(given: Path | None, recipe: str, kind: str) -> Path:
-    """The folder of a measurement, made if it does not exist.
-
-    Args:
-        given: by the user. None: a new folder in runs/, under `recipe`.
-        recipe: its name.
-        kind: of result: the JSON file's name without its suffix.
-
-    Raises:
-        InputError: the folder holds such a result, or cannot be written.
-    """
-    folder = given or new_folder(Path("runs") / recipe)
-    if (folder / f"{kind}.json").exists():
-        raise InputError(
-            f"{folder} holds a {kind} already ({kind}.json): choose another --output-dir"
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise InputError(f"--output-dir {folder} cannot be written: {error}") from error
-    return folder
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def _shown(name: str, value: Any) -> str:

@@ -34,13 +34,7 @@ class Loop:
     snapshot (`--snapshot-every`). After an epoch's last step: write a snapshot, evaluate, log, stop
     if any rank was asked to, begin the next epoch.
 
-    Args:
-        run: its folder and options.
-        parts: what a snapshot holds, see `TrainingState`.
-        options: epochs, steps, learning rate.
-        batches: of the training data.
-        data: its fingerprint and class names.
-        sharded: see `TrainingState`.
+    `parts` and `sharded` are those of `TrainingState`.
     """
 
     def __init__(

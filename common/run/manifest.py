@@ -1,21 +1,15 @@
 """The manifest: what it takes to say that two runs were the same run."""
 
-import hashlib
 import os
-import platform
 import re
 import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from common import ROOT
 from common.group.collectives import gather
 from common.launch.process import command_line
-from common.launch.stack import running_versions
+from common.machine import describe_machine
 
 # Never the whole environment: it may hold credentials.
 _ENVIRONMENT = (
@@ -74,47 +68,6 @@ def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) 
     }
 
 
-def describe_machine() -> dict[str, Any]:
-    """This machine, the code and the libraries, to be recorded with every measurement."""
-    git = ("git", "-C", str(ROOT))
-    commit, diff = _output(*git, "rev-parse", "HEAD"), _output(*git, "diff", "HEAD")
-    lock = Path(sys.prefix) / "lock.txt"  # the Makefile puts the lock of the environment there
-    cuda = torch.cuda.is_available()
-    smi = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    drivers = _output(*smi) if cuda else None
-    built_from = os.environ.get("RECIPES_COMMIT", "")  # in an image: sha, or sha-dirty
-    sha = commit.decode().strip() if commit else built_from.removesuffix("-dirty") or None
-    dirty = bool(diff) if commit else built_from.endswith("-dirty")
-    return {
-        "git_commit": sha,
-        "git_dirty": dirty if sha else None,
-        "git_diff_sha256": hashlib.sha256(diff).hexdigest() if diff else None,
-        "lock_sha256": hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else None,
-        "image_digest": os.environ.get("RECIPES_IMAGE_DIGEST"),
-        "stack": os.environ.get("RECIPES_STACK"),
-        "python": platform.python_version(),
-        **running_versions(),
-        "torch": torch.__version__,
-        "driver": drivers.decode().partition("\n")[0] if drivers else None,
-        "gpu": torch.cuda.get_device_name() if cuda else None,
-        "cpu": _cpu_model(),
-        "cpu_cores": len(os.sched_getaffinity(0)),
-    }
-
-
 def without_secrets(command: str) -> str:
     """The command with `***` in place of tokens and passwords."""
     return _SECRET.sub(r"\1\2***", command)
-
-
-def _output(*command: str) -> bytes | None:
-    """What a program prints, as bytes: a diff may be no text. None if it fails."""
-    try:
-        return subprocess.run(command, capture_output=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _cpu_model() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), "")

@@ -34,14 +34,13 @@ import torch.distributed as dist
 
 from common import cli
 from common.errors import PeerError, TrainingError
-from common.files import write_json
+from common.files import result_folder, write_json
 from common.group.collectives import agreed, broadcast, gather
 from common.group.devices import choose_device, synchronize
 from common.group.interfaces import interface_towards
 from common.group.rendezvous import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
-from common.run.folder import result_folder
 from common.run.logs import device_in_words, log, set_up_logs
 from common.run.manifest import describe_run
 from common.run.options import flatten

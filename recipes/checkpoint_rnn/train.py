@@ -122,7 +122,7 @@ def train(config: Config, ranks: Ranks) -> None:
     announce(NAME, config.run, ranks, device)
     dtype, _, _ = mixed_precision(config.run.precision, device)
     with process_group(ranks, device, config.run.backend, config.run.timeout_s):
-        run = Run(NAME, config, config.run, ranks, device)
+        run = Run(NAME, config, ranks, device)
 
         # data
         data = make_data(config.sequence, seed)

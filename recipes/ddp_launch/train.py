@@ -76,7 +76,7 @@ def train(config: Config, ranks: Ranks) -> None:
     announce(NAME, config.run, ranks, device)
     dtype, autocast, scaler = mixed_precision(config.run.precision, device)
     with process_group(ranks, device, config.run.backend, config.run.timeout_s):
-        run = Run(NAME, config, config.run, ranks, device)
+        run = Run(NAME, config, ranks, device)
 
         # data
         data = load_data(config.data, seed, ranks)

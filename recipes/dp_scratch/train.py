@@ -161,7 +161,7 @@ def train(config: Config, ranks: Ranks) -> None:
     log.info(f"the batch is split over {', '.join(map(str, devices))}")
     dtype, _, _ = mixed_precision(config.run.precision, device)
     with process_group(ranks, device, config.run.backend, config.run.timeout_s):
-        run = Run(NAME, config, config.run, ranks, *devices)
+        run = Run(NAME, config, ranks, *devices)
 
         # data
         data = load_data(config.data, seed, ranks)

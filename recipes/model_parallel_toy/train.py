@@ -94,7 +94,7 @@ def train(config: Config, ranks: Ranks) -> None:
     announce(NAME, config.run, ranks, device)
     dtype, _, _ = mixed_precision(config.run.precision, device)
     with process_group(ranks, device, config.run.backend, config.run.timeout_s):
-        run = Run(NAME, config, config.run, ranks, device, *devices)
+        run = Run(NAME, config, ranks, device, *devices)
         replicas = parallel.data_parallel
         mesh, replica, data_group = None, 0, None
         if parallel.in_processes:

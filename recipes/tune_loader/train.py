@@ -34,13 +34,12 @@ from common.data.datasets import DataOptions, load_data
 from common.data.stream import GlobalBatches, make_loader
 from common.data.workers import done, most_workers, recommend, samples_per_s, sweep
 from common.figure import save_figure
-from common.files import write_json
+from common.files import result_folder, write_json
 from common.group.devices import choose_device
 from common.group.rendezvous import process_group
 from common.launch.hints import SHARED_MEMORY_HINT
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
-from common.run.folder import result_folder
 from common.run.logs import device_in_words, log, progress_bar, set_up_logs
 from common.run.manifest import describe_run
 from common.run.options import flatten

@@ -6,7 +6,7 @@ from typing import Any
 
 from common import ROOT
 from common.files import write_json
-from common.run.manifest import describe_machine
+from common.machine import describe_machine
 from tools.bench import put_between
 
 RESULT = Path(__file__).parent / "results" / "matrix.json"

@@ -28,13 +28,12 @@ import torch._dynamo  # DDP and the optimizers do, in every process
 import torch._inductor.config
 import torch.utils.tensorboard
 
-from common.files import write_json
+from common.files import read_metrics, write_json
 from common.launch.port import listen
 from common.launch.process import run_rank
 from common.launch.ranks import Ranks
-from common.run.folder import read_metrics
+from common.machine import describe_machine
 from common.run.logs import progress_bar
-from common.run.manifest import describe_machine
 from common.run.options import RunOptions
 from common.training.optimizer import OptimizerOptions
 from recipes.ddp_launch.train import Config, train

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.files import write_json
 from common.group.collectives import gather_numbers
 from common.launch.ranks import Ranks
-from common.run.manifest import describe_machine
+from common.machine import describe_machine
 from common.run.options import RunOptions
 from common.run.stop import StopAgreement
 from common.seeds import set_determinism

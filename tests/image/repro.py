@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.files import write_json
-from common.run.manifest import describe_machine
+from common.machine import describe_machine
 from tests.conftest import ROOT
 from tests.image.engine import Engine
 
