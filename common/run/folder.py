@@ -56,7 +56,7 @@ class Run:
         with agreed():
             if ranks.is_main:
                 folder = folder or new_folder(Path("runs") / recipe)
-        self.folder: Path = broadcast(folder)  # type: ignore[assignment]
+        self.folder: Path = broadcast(folder)
         self.snapshots = self.folder / "snapshots"
         with agreed():
             try:
