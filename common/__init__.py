@@ -5,6 +5,7 @@ One room per question; imports point down this list only (tests/test_house.py):
     cli                    from a command line to a running recipe
     run/                   the loop between two steps; folder, snapshots, stop and go on
     data/    training/     samples and batches; model, optimizer, gradients, evaluation
+    throughput             speed and memory of a run
     group/                 devices, the rendezvous of the ranks, what they tell each other
     launch/                who am I; start, end and explain ranks
     errors options files machine seeds figure     (seeds: randomness, determinism, precision)

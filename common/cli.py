@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, make_dataclass
 from importlib import import_module
+from itertools import pairwise
 from typing import Any, NoReturn, TypeVar
 
 from common.errors import STATUS_FINISHED, InputError
@@ -113,6 +114,9 @@ def _launched(name: str) -> str:
 
 def _resolve(arguments: Sequence[str]) -> tuple[Ranks, list[str]]:
     """The ranks, and the arguments without the --local-rank=N of torch.distributed.launch."""
+    for option, value in pairwise(["", *arguments]):
+        if not value or re.fullmatch(r"--[\w-]+=", value):
+            raise InputError(f"{value or option} has an empty value: is a variable not set?")
     pattern = r"--local[-_]rank=(\d+)"
     given = [int(match[1]) for word in arguments if (match := re.fullmatch(pattern, word))]
     rest = [word for word in arguments if not re.fullmatch(pattern, word)]

@@ -1,16 +1,23 @@
-"""Files that are written completely or not at all, new folders, the hash of weights."""
+"""Files that are written completely or not at all, folders with one owner, the hash of weights."""
 
+import errno
+import fcntl
 import hashlib
 import json
+import logging
+import os
+import socket
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from common.errors import InputError
+
+log = logging.getLogger("recipes")
 
 
 def weights_sha256(state_dict: dict[str, Tensor]) -> str:
@@ -34,9 +41,28 @@ def save_weights(weights: dict[str, Tensor], path: Path) -> None:
 def write_json(path: Path, content: Any) -> None:
     """Write JSON to a temporary file, then rename it."""
     temporary = path.with_suffix(".tmp")
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    temporary.write_text(text, encoding="utf-8")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())  # else a crash of the host can leave an empty file
     temporary.rename(path)
+
+
+def read_json(path: Path, *required: str) -> dict[str, Any]:
+    """The JSON object in a file that `write_json` wrote, with the names `required`.
+
+    Raises:
+        InputError: the file is damaged; it names the file.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or not set(required) <= content.keys():
+            raise ValueError(f"it holds no object with {' and '.join(required) or 'names'}")
+        return content
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{path} is damaged ({error}): restore it, or choose another --output-dir"
+        ) from None
 
 
 def mebibytes(number: float) -> str:
@@ -47,6 +73,45 @@ def mebibytes(number: float) -> str:
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def lock(folder: Path, patience_s: float = 120.0) -> IO[str]:
+    """Own `folder` until this process ends or closes the file that is returned.
+
+    The kernel gives the lock back when the process ends, however it ends. A network file system may
+    give back the lock of a dead host late: the lock of another host is waited for.
+
+    Args:
+        folder: exists.
+        patience_s: how long to wait for another host [s].
+
+    Raises:
+        InputError: another process owns the folder.
+    """
+    file, here = (folder / ".lock").open("a+"), f"host {socket.gethostname()}"
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not held by forks, unlike flock
+            break
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                log.warning(
+                    f"{folder} cannot be locked ({error.strerror}): start one run at a time"
+                )
+                break
+        file.seek(0)
+        owner = file.read() or "another process"
+        if owner.startswith(f"{here},") or time.monotonic() > deadline:
+            raise InputError(
+                f"{folder} belongs to a run that is still going ({owner}): wait for its end, or "
+                "choose another --output-dir"
+            )
+        time.sleep(0.5)
+    file.truncate(0)
+    file.write(f"{here}, process {os.getpid()}")
+    file.flush()
+    return file
 
 
 def new_folder(parent: Path) -> Path:

@@ -32,6 +32,7 @@ ROOMS: dict[str, set[str]] = {
     "launch": {"errors"},
     "machine": {"launch"},
     "group": {"errors", "launch"},
+    "throughput": {"group"},
     "data": {"errors", "files", "seeds", "options", "launch", "group"},
     "training": {"errors", "seeds", "options", "group"},
     "run": {
@@ -42,6 +43,7 @@ ROOMS: dict[str, set[str]] = {
         "launch",
         "machine",
         "group",
+        "throughput",
         "data",
         "training",
     },

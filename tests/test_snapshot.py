@@ -20,7 +20,8 @@ IDENTITY = {"recipe": "test", "lr": 0.1}
 
 
 def content(step: int, **changes: Any) -> dict[str, Any]:
-    return {"format": snapshot_files.FORMAT, "identity": IDENTITY, "step": step, **changes}
+    own = {"format": snapshot_files.FORMAT, "identity": IDENTITY, "step": step}
+    return {**own, "metrics_bytes": 0, **changes}
 
 
 def found(folder: Path, resume: str | Path = "auto", **identity: Any) -> Any:

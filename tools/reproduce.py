@@ -161,6 +161,7 @@ def compare(one: Recorded, two: Recorded, tolerance: float) -> dict[str, Any]:
         "runs": [str(one.folder), str(two.folder)],
         "weights_sha256": hashes,
         "steps_compared": len(steps),
+        "steps_not_compared": sorted(one.losses.keys() ^ two.losses.keys()),
         "first_different_step": first,
         "largest_relative_difference": apart[worst],
         "tolerance": tolerance,
@@ -231,7 +232,7 @@ def reproduce(given: argparse.Namespace) -> int:
         recorded["gpu"] = next(iter(one.manifest["gpus"]), None)
         for name, (then, here) in differences(recorded, now).items():
             print(f"  {name}: {_word(then)} in the record, {_word(here)} now")
-        launched = recipes()[one.summary["recipe"]][1]
+        launched = import_module(f"recipes.{one.summary['recipe']}").LAUNCHED
         arguments = command_again(one, launched, given.nproc, folder / "run")
         print(f"$ {shlex.join(['python', '-m', 'recipes', *arguments])}", flush=True)
         done = subprocess.run(
@@ -247,6 +248,8 @@ def reproduce(given: argparse.Namespace) -> int:
     write_json(folder / "reproduce.json", result)
     draw(one, two, folder / "reproduce.png")
     print(f"\n{result['verdict']} ({result['steps_compared']} logged steps compared)")
+    if alone := result["steps_not_compared"]:
+        print(f"warning: {len(alone)} steps, {alone[0]} the first, are logged in one run only")
     if result["cause"]:
         print(result["cause"])
     print(f"{folder}/reproduce.json, reproduce.png")

@@ -3,7 +3,6 @@
 `tune_loader` shows the whole sweep; `--num-workers auto` of a training recipe makes the same one.
 """
 
-import json
 import logging
 import math
 import os
@@ -24,7 +23,7 @@ from torch.utils.data import DataLoader
 from common.data.datasets import DataOptions
 from common.data.stream import Samples
 from common.errors import InputError
-from common.files import mebibytes, write_json
+from common.files import mebibytes, read_json, write_json
 from common.group.collectives import agreed, broadcast, gather
 from common.group.devices import synchronize
 from common.group.host import cpu_quotas
@@ -208,9 +207,12 @@ def fastest_num_workers(
         own = samples_per_s(partial(load, num_workers=number), device, limit_s=1.0)
         return min(gather(own))  # training waits for the slowest rank
 
-    file = folder / "loader.json"
-    known: Any = broadcast(json.loads(file.read_text()) if file.is_file() else None)
-    if known is None:
+    file, known = folder / "loader.json", {}
+    with agreed():
+        if dist.get_rank() == 0 and file.is_file():
+            known = read_json(file, "num_workers")
+    known = broadcast(known)
+    if not known:
         speeds = sweep(measure, most, most)
         chosen, why = recommend(speeds)
         known = {"num_workers": chosen, "why": why, "samples_per_s_a_rank": speeds}

@@ -39,7 +39,7 @@ def command_line() -> str:
 
 
 def stop_at_once() -> None:
-    """Let a stop signal end this process. Once training runs, `common.run.stop` replaces this.
+    """Let a stop signal end this process. Once training runs, `common.group.stop` replaces this.
 
     RECIPES_STOP_MARK names a file that tells slurm/job.sh about the stop: the peers of this rank
     may end with another status.

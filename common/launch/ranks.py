@@ -110,7 +110,15 @@ def resolve(env: Mapping[str, str] | None = None, local_rank_argument: int | Non
     for launcher, (rank, local_rank, *_) in _MPI.items():
         if rank in env and local_rank in env:
             return _from_mpi(env, launcher)
-    return _from_slurm(env) if task else Ranks()
+    if task:
+        return _from_slurm(env)
+    if "SLURM_PROCID" not in env and env.get("PMI_SIZE") != "1":  # else a shell in a Slurm step
+        for name in {"PMI_RANK", "PMIX_RANK"} & set(env):
+            raise InputError(
+                f"{name}={env[name]} says that this is one of several processes, but not which one "
+                "on its host: set RANK, LOCAL_RANK and WORLD_SIZE, or use Open MPI or MPICH"
+            )
+    return Ranks()
 
 
 def _is_slurm_task(env: Mapping[str, str]) -> bool:

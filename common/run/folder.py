@@ -1,11 +1,12 @@
 """The folder that a run leaves (README.md, "What a run leaves")."""
 
+import hashlib
 import json
 import logging
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,15 @@ from torch import Tensor
 
 from common.data.datasets import Data
 from common.errors import InputError
-from common.files import mebibytes, new_folder, save_weights, weights_sha256, write_json
+from common.files import (
+    lock,
+    mebibytes,
+    new_folder,
+    read_json,
+    save_weights,
+    weights_sha256,
+    write_json,
+)
 from common.group.collectives import agreed, broadcast
 from common.launch.ranks import Ranks
 from common.run.manifest import describe_run
@@ -26,9 +35,14 @@ from common.run.options import (
     refuse_unlike_rank_0,
 )
 from common.run.snapshot import TrainingState
-from common.run.snapshot_files import list_snapshots
 
 log = logging.getLogger("recipes")
+
+_FILES = {
+    *("config.json", "manifest.json", "metrics.jsonl", "summary.json", "class_indices.json"),
+    *("model.pt", "snapshots", "weights", "tensorboard", "logs"),
+}
+"""What a run writes into its folder, besides .lock."""
 
 _IN_TENSORBOARD = {"val_accuracy": "accuracy", "lr": "learning_rate"}
 """Names in metrics.jsonl that are different in TensorBoard."""
@@ -56,6 +70,7 @@ class Run:
         with agreed():
             if ranks.is_main:
                 folder = folder or new_folder(Path("runs") / recipe)
+                self._lock = _own(folder)
         self.folder: Path = broadcast(folder)
         self.snapshots = self.folder / "snapshots"
         with agreed():
@@ -69,6 +84,7 @@ class Run:
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(file)
         self._metrics: Any = None
+        self._metrics_hash = hashlib.sha256()
         self._tensorboard: Any = None
 
     def resolve(self, **options: Any) -> None:
@@ -83,33 +99,55 @@ class Run:
             "data_fingerprint": fingerprint,
         }
 
-    def finished(self, last_step: int) -> bool:
-        """Whether this run has already reached its last step; if so, show its summary."""
-        summary = None
-        if self.ranks.is_main and (self.folder / "summary.json").is_file():
-            summary = json.loads((self.folder / "summary.json").read_text())
-        summary = broadcast(summary)
-        if not summary or summary["steps"] < last_step:
-            return False
-        log.info(f"already finished after step {summary['steps']}: {self.folder} is unchanged")
-        self._show(summary)
-        return True
+    def refuse_another_run(self) -> None:
+        """Raise InputError on every rank if the folder holds a run with other options."""
+        with agreed():
+            held = self.folder / "config.json"
+            if self.ranks.is_main and held.is_file():
+                theirs = decisive(read_json(held), self.config)
+                ours = decisive(self._values, self.config)
+                refuse_another_run(theirs, ours, f"folder {self.folder}")
 
-    def begin(self, state: TrainingState, data: Data, global_batch_size: int) -> None:
-        """Write config and manifest, and open the metrics, cut at the resumed step.
+    def finished(self, last_step: int, snapshot_step: int | None) -> bool:
+        """Whether the run has reached its last step before; if so, show its summary.
+
+        Args:
+            last_step: of this command.
+            snapshot_step: of the snapshot to resume from, which can go on, or write model.pt again.
 
         Raises:
-            InputError: the folder holds another run, which has no snapshots.
+            InputError: the run has ended, and there is no snapshot for what is left to do.
         """
+        summary: dict[str, Any] = {}
+        with agreed():
+            if self.ranks.is_main and (self.folder / "summary.json").exists():
+                summary = read_json(self.folder / "summary.json", "steps")
+                ended, lost = summary["steps"], not (self.folder / "model.pt").exists()
+                if snapshot_step is None and (lost or ended < last_step):
+                    missing = "model.pt is" if lost else "its snapshots are"
+                    raise InputError(
+                        f"the run in {self.folder} ended after step {ended}, but {missing} gone: "
+                        "choose another --output-dir to train again"
+                    )
+                if lost or ended < last_step:
+                    summary = {}
+        summary = broadcast(summary)
+        if summary:
+            log.info(f"already finished after step {summary['steps']}: {self.folder} is unchanged")
+            self._show(summary)
+        return bool(summary)
+
+    def begin(self, state: TrainingState, data: Data, global_batch_size: int) -> None:
+        """Write config and manifest, and open the metrics, cut at the resumed step."""
         manifest = describe_run(self.devices, self.options.seed, data.fingerprint)
         with agreed():
             if self.ranks.is_main:
                 self._write_record(manifest, state.step, global_batch_size)
                 write_json(self.folder / "class_indices.json", dict(enumerate(data.class_names)))
-                self._metrics = (self.folder / "metrics.jsonl").open("ab")
-                # A snapshot from another folder may count more bytes than this file has.
-                self._metrics.truncate(min(state.metrics_bytes, self._metrics.tell()))
-                self._metrics.seek(0, os.SEEK_END)
+                self._metrics = (self.folder / "metrics.jsonl").open("ab+")
+                self._metrics.truncate(state.metrics_bytes)
+                self._metrics.seek(0)
+                self._metrics_hash.update(self._metrics.read())
                 from torch.utils.tensorboard import SummaryWriter
 
                 self._tensorboard = SummaryWriter(
@@ -117,18 +155,18 @@ class Run:
                 )
 
     def _write_record(self, manifest: dict[str, Any], step: int, global_batch_size: int) -> None:
-        held, record = self.folder / "config.json", self.folder / "manifest.json"
-        if held.is_file() and not list_snapshots(self.snapshots):
-            theirs = decisive(json.loads(held.read_text()), self.config)
-            refuse_another_run(theirs, decisive(self._values, self.config), f"folder {self.folder}")
         resolved = {
             "output_dir": str(self.folder),
             "global_batch_size": global_batch_size,
             "device": self.devices[0].type,
             "backend": dist.get_backend(),
         }
-        write_json(held, {**self._values, **resolved})
-        then = json.loads(record.read_text()) if step and record.is_file() else {}
+        write_json(self.folder / "config.json", {**self._values, **resolved})
+        record, then = self.folder / "manifest.json", {}
+        try:
+            then = read_json(record) if step and record.is_file() else {}
+        except InputError:
+            log.warning(f"{record} was damaged: it is written again, without earlier starts")
         write_json(record, _continued(manifest, then, step))
 
     def metrics(self, step: int, epoch: int, **values: float) -> None:
@@ -138,13 +176,16 @@ class Run:
         line = json.dumps({"step": step, "epoch": epoch, **values}, allow_nan=False)
         self._metrics.write(line.encode() + b"\n")
         self._metrics.flush()
+        self._metrics_hash.update(line.encode() + b"\n")
         for name, value in values.items():
             self._tensorboard.add_scalar(_IN_TENSORBOARD.get(name, name), value, step)
 
-    @property
-    def metrics_bytes(self) -> int:
-        """Length of metrics.jsonl so far; 0 on other ranks."""
-        return int(self._metrics.tell()) if self._metrics else 0
+    def metrics_so_far(self) -> tuple[int, str]:
+        """Length and SHA-256 of metrics.jsonl, which is now on the disk; 0 on other ranks."""
+        if not self.ranks.is_main:
+            return 0, ""
+        os.fsync(self._metrics.fileno())
+        return self._metrics.tell(), self._metrics_hash.hexdigest()
 
     def finish(self, state_dict: dict[str, Tensor], **summary: Any) -> None:
         """Write model.pt and summary.json and print the table, on rank 0."""
@@ -163,12 +204,34 @@ class Run:
         write_json(self.folder / "summary.json", content)
         self._tensorboard.close()
         self._metrics.close()
+        self._lock.close()
         self._show(content)
 
     def _show(self, summary: dict[str, Any]) -> None:
         rows = {k: _shown(k, v) for k, v in summary.items()} | {"output_dir": str(self.folder)}
         width = max(map(len, rows))
         log.info("\n".join(["", *(f"  {k:<{width}}  {v}" for k, v in rows.items()), ""]))
+
+
+def _own(folder: Path) -> IO[str]:
+    """Make and lock the folder of a run.
+
+    Raises:
+        InputError: the folder cannot be written, belongs to a run that is still going, or holds
+            files that look like a run's and are not.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held, config = {path.name for path in folder.iterdir()}, folder / "config.json"
+        ours = ".lock" in held or (config.is_file() and "recipe" in read_json(config))
+        if not ours and (foreign := sorted(held & _FILES)):
+            raise InputError(
+                f"{folder} holds {', '.join(foreign)}, which no run wrote there: choose another "
+                "--output-dir"
+            )
+        return lock(folder)
+    except OSError as error:
+        raise InputError(f"--output-dir {folder} cannot be written: {error}") from error
 
 
 def _continued(now: dict[str, Any], then: dict[str, Any], step: int) -> dict[str, Any]:

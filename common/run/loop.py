@@ -16,13 +16,13 @@ from common.data.stream import GlobalBatches
 from common.errors import StopRequested
 from common.files import save_weights
 from common.group.collectives import gather_numbers
+from common.group.stop import StopAgreement
 from common.run import snapshot, snapshot_files
 from common.run.folder import Run
 from common.run.logs import log, progress_bar
 from common.run.snapshot import Stateful, TrainingState
-from common.run.stop import StopAgreement
-from common.run.throughput import Throughput, peak_memory_bytes
 from common.seeds import seed_everything
+from common.throughput import Throughput, peak_memory_bytes
 from common.training.evaluate import Evaluation
 from common.training.optimizer import OptimizerOptions
 
@@ -61,12 +61,13 @@ class Loop:
             False if this run is already finished.
         """
         run, state, seed = self.run, self.state, self.run.options.seed
+        run.refuse_another_run()
         found = snapshot_files.find(run.options.resume, run.snapshots, self._identity)
+        if run.finished(self.last_step, found["step"] if found else None):
+            return False
         seed_everything(seed, run.ranks.rank)  # from here on each rank draws its own dropout
         if found:
             state.resume(found, seed)
-            if run.finished(self.last_step):
-                return False
         self._resumed_from = state.step if found else None
         run.begin(state, self.data, self.batches.global_batch_size)
         return True
@@ -128,7 +129,7 @@ class Loop:
     def save(self) -> None:
         """Write a snapshot of this step, unless there is one; pause the measurement of speed."""
         self._speed.pause()
-        self.state.metrics_bytes = self.run.metrics_bytes
+        self.state.metrics_bytes, self.state.metrics_sha256 = self.run.metrics_so_far()
         self.state.save(self.run.snapshots, self._identity, self.run.options.keep_snapshots)
 
     def after_epoch(self, result: Evaluation, state_dict: dict[str, Tensor]) -> None:

@@ -21,7 +21,7 @@ from common.group.collectives import agreed, gather_numbers, gather_to_rank_0
 from common.run.snapshot_files import FORMAT, list_snapshots, newest_name, write
 from common.seeds import rng_state, seed_everything, set_rng_state
 
-_POSITION = ("epoch", "batch", "step", "metrics_bytes")
+_POSITION = ("epoch", "batch", "step", "metrics_bytes", "metrics_sha256")
 log = logging.getLogger("recipes")
 
 
@@ -56,6 +56,8 @@ class TrainingState:
     """Optimizer steps done since the start."""
     metrics_bytes: int = 0
     """Length of metrics.jsonl at the last snapshot."""
+    metrics_sha256: str = ""
+    """Hash of metrics.jsonl at the last snapshot; empty in snapshots of older code."""
     saved_step: int = -1
     """Step of the newest snapshot, which is not written twice."""
     # On Linux nice() holds for one thread: training comes first if cores are few.
@@ -133,7 +135,7 @@ class TrainingState:
         for name, part in self.parts.items():
             part.load_state_dict(parts[name])
         for name in _POSITION:
-            setattr(self, name, found[name])
+            setattr(self, name, found.get(name, ""))
         self.saved_step = self.step
         losses = torch.cat([entry["loss_sum"] for entry in found["ranks"]])
         self.loss_sum = losses.chunk(world_size)[rank].to(self.loss_sum.device)
@@ -160,7 +162,7 @@ def _write(folder: Path, step: int, content: dict[str, Any], keep: int) -> None:
             )
     write(folder, step, content)
     for old in list_snapshots(folder)[keep:]:
-        old.unlink()
+        old.unlink(missing_ok=True)
 
 
 def refuse_non_finite(losses: Tensor, step: int, folder: Path) -> None:

@@ -122,7 +122,7 @@ def _find(resume: str | Path, folder: Path) -> dict[str, Any] | None:
         return None
     if isinstance(resume, Path):
         if not candidates:
-            return read(resume)
+            return {**read(resume), "metrics_bytes": 0, "metrics_sha256": ""}  # not this folder's
         # The same command again, after a stop: the folder's own snapshots are of later steps.
         if resume.resolve().parent == folder.resolve() and resume.name != candidates[0].name:
             raise InputError(
@@ -130,20 +130,37 @@ def _find(resume: str | Path, folder: Path) -> dict[str, Any] | None:
                 "it, choose another --output-dir"
             )
         log.info(f"--resume {resume} is ignored: {folder} already holds snapshots")
-    for left in folder.glob("*.tmp"):
-        left.unlink()
+    for left in folder.glob("step_????????.*.tmp"):
+        left.unlink(missing_ok=True)
+    unsound: list[Path] = []
+    why = ""
     for path in candidates:
         try:
-            return read(path)
+            found = read(path)
+            _refuse_other_metrics(found, path, folder.parent / "metrics.jsonl")
         except UnsoundError as error:
-            log.warning(f"{error}; set aside, trying the one before")
-            path.rename(path.with_suffix(".unsound"))  # so that it does not count as one to keep
-    if unsound := list(folder.glob("*.unsound")):
+            unsound, why = [*unsound, path], why or str(error)
+            log.warning(f"{error}; trying the snapshot before")
+        else:
+            for other in unsound:  # so that they do not count as snapshots to keep
+                other.rename(other.with_suffix(".unsound"))
+            return found
+    if unsound or (unsound := list(folder.glob("*.unsound"))):
         raise InputError(
-            f"none of the {len(unsound)} snapshots in {folder} is intact: "
+            f"none of the {len(unsound)} snapshots in {folder} can be used ({why or 'damaged'}): "
             "to begin at the start, choose another --output-dir"
         )
     return None
+
+
+def _refuse_other_metrics(found: dict[str, Any], path: Path, metrics: Path) -> None:
+    """Raise UnsoundError unless metrics.jsonl begins as it was when the snapshot was written."""
+    counted = metrics.read_bytes()[: found["metrics_bytes"]] if metrics.is_file() else b""
+    expected = found.get("metrics_sha256")  # snapshots of older code have none
+    if len(counted) < found["metrics_bytes"] or (
+        expected and hashlib.sha256(counted).hexdigest() != expected
+    ):
+        raise UnsoundError(f"{metrics} was cut or altered after {path.name} was written")
 
 
 def _digest(path: Path) -> str:

@@ -6,7 +6,6 @@ fewer while they may fit. On a CPU, each number is measured in a fork of a proce
 trained yet, because memory that a process has freed still counts as resident.
 """
 
-import json
 import logging
 import math
 import os
@@ -22,7 +21,7 @@ import torch
 from torch.utils.data import default_collate
 
 from common.errors import STOP_SIGNALS, InputError, TrainingError
-from common.files import mebibytes, write_json
+from common.files import mebibytes, read_json, write_json
 from common.group.devices import synchronize
 from common.launch.process import end_with_parent
 from common.run.options import RunOptions
@@ -67,7 +66,7 @@ def choose_segments(
     """
     remembered = folder / "segments.json"
     if remembered.is_file():
-        return int(json.loads(remembered.read_text())["segments"])
+        return int(read_json(remembered, "segments")["segments"])
     log.info("measuring segments ...")
     measure = partial(step_cost, sequence, network, run, batch_size, device)
     if device.type == "cpu":

@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.files import write_json
 from common.group.collectives import gather_numbers
+from common.group.stop import StopAgreement
 from common.launch.ranks import Ranks
 from common.machine import describe_machine
 from common.run.options import RunOptions
-from common.run.stop import StopAgreement
 from common.seeds import set_determinism
 from common.training.ddp import warm_up
 from common.training.models import ModelOptions, build_model

@@ -1,0 +1,196 @@
+"""A run's folder: one run at a time, nothing of others touched, nothing missing in silence."""
+
+import json
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Recipe, Result, wait_for
+from tests.pool import Pool, call_main
+
+SHORT = ("--nproc", "1", "--epochs", "2", "--snapshot-every", "7", "--log-every", "1")
+"""28 steps of which each is logged, with a snapshot in the middle of each epoch."""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def train(pool: Pool, folder: Path, *options: str) -> tuple[int, str]:
+    """A run of one process in a warm rank: its exit status, and all that it said."""
+    arguments = [*SHORT, *options, "--output-dir", str(folder)]
+    ((status, printed, said),) = pool.run(call_main, 1, "ddp_launch", arguments)
+    return status, printed + said
+
+
+@pytest.fixture(scope="module")
+def finished(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run; tests take copies."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert train(pool, folder)[0] == 0
+    return folder
+
+
+def sha(folder: Path) -> str:
+    return str(json.loads((folder / "summary.json").read_text())["weights_sha256"])
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps whose loss was logged, in the file's order."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in lines if "loss" in line]
+
+
+def test_a_second_run_in_the_folder_is_refused(recipe: Recipe) -> None:
+    first = recipe.start(*recipe.command("ddp_launch", *SHORT, "--epochs", "30"))
+    folder = recipe.tmp_path / "run"
+    wait_for(lambda: list(folder.glob("snapshots/*.pt")))
+    second = recipe("ddp_launch", *SHORT, "--epochs", "30")
+    assert (second.status, len(second.errors)) == (2, 1), second.stderr
+    assert f"process {first.pid}" in second.errors[0]
+    first.send_signal(signal.SIGTERM)
+    assert recipe.finish(first, folder).status == 75
+    result = Result(0, "", "", folder)
+    assert [line["step"] for line in result.metrics if "loss" in line] == list(
+        range(1, 1 + len(result.losses))
+    )
+
+
+@pytest.mark.parametrize("lost", ["snapshots", "snapshots, fewer steps", "--resume never"])
+def test_a_finished_run_is_never_trained_again(
+    pool: Pool, finished: Path, tmp_path: Path, lost: str
+) -> None:
+    folder = shutil.copytree(finished, tmp_path / "run")
+    if "snapshots" in lost:
+        shutil.rmtree(folder / "snapshots")
+    before = contents(folder)
+    options = {"snapshots, fewer steps": ["--max-steps", "5"], "--resume never": lost.split()}
+    status, said = train(pool, folder, *options.get(lost, []))
+    after = contents(folder)
+    logs = {name for name in after if name.startswith("logs/")}
+    assert {k: v for k, v in after.items() if k not in logs} == {
+        k: v for k, v in before.items() if k not in logs
+    }
+    if lost == "--resume never":
+        assert status == 2, said
+    else:
+        assert status == 0, said
+        assert "already finished" in said
+
+
+def test_a_finished_run_without_its_model_writes_it_again(
+    pool: Pool, finished: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(finished, tmp_path / "run")
+    (folder / "model.pt").unlink()
+    status, said = train(pool, folder)
+    assert status == 0, said
+    assert sha(folder) == sha(finished)
+    assert (folder / "model.pt").read_bytes() == (finished / "model.pt").read_bytes()
+    shutil.rmtree(folder / "snapshots")
+    (folder / "model.pt").unlink()
+    status, said = train(pool, folder)
+    assert status == 2
+    assert "model.pt" in said
+
+
+@pytest.mark.parametrize(
+    "name", ["model.pt", "metrics.jsonl", "summary.json", "snapshots/mine.tmp", "tensorboard/x"]
+)
+def test_files_of_others_are_left_alone(pool: Pool, tmp_path: Path, name: str) -> None:
+    file = tmp_path / "run" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("of somebody else")
+    status, said = train(pool, tmp_path / "run")
+    assert status == 2, said
+    assert name.split("/")[0] in said
+    assert contents(tmp_path / "run") == {name: b"of somebody else"}
+
+
+def test_only_own_temporary_files_are_removed(pool: Pool, finished: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(finished, tmp_path / "run")
+    (folder / "summary.json").unlink()
+    (folder / "snapshots" / "mine.tmp").write_text("of somebody else")
+    (folder / "snapshots" / "step_00000007.123.tmp").write_text("half a snapshot of ours")
+    assert train(pool, folder)[0] == 0
+    assert [path.name for path in folder.glob("snapshots/*.tmp")] == ["mine.tmp"]
+
+
+def test_an_empty_folder_name_is_refused(recipe: Recipe) -> None:
+    result = recipe.module("ddp_launch", *SHORT, "--output-dir", "")
+    assert (result.status, len(result.errors)) == (2, 1)
+    assert "--output-dir" in result.errors[0]
+    assert not list(recipe.tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("how", ["cut in a line", "deleted", "garbage"])
+def test_metrics_that_are_cut_are_written_again(
+    pool: Pool, finished: Path, tmp_path: Path, how: str
+) -> None:
+    """An older snapshot that does not count on the lost lines is taken, or the run is refused."""
+    folder = shutil.copytree(finished, tmp_path / "run")
+    assert train(pool, tmp_path / "b", "--max-steps", "20")[0] == 0
+    folder, file = tmp_path / "b", tmp_path / "b" / "metrics.jsonl"
+    if how == "cut in a line":
+        whole = file.read_bytes().splitlines(keepends=True)
+        file.write_bytes(b"".join(whole[:16]) + whole[16][:9])  # 14 steps, an epoch, a step
+    elif how == "deleted":
+        file.unlink()
+    else:
+        file.write_bytes(random.Random(0).randbytes(file.stat().st_size))
+    status, said = train(pool, folder)
+    if how == "cut in a line":
+        assert status == 0, said
+        assert "metrics.jsonl" in said
+        assert sha(folder) == sha(finished)
+        assert steps(folder) == list(range(1, 29))
+    else:
+        assert status == 2, said
+        assert "metrics.jsonl" in said
+
+
+@pytest.mark.slow
+def test_two_commands_at_random_distances_in_one_folder(recipe: Recipe) -> None:
+    """Of fifty pairs one trains and one is refused, or finds the run finished; one hash."""
+    draw, hashes = random.Random(0), set()
+    for number in range(50):
+        name = f"run{number}"
+        command = recipe.command("ddp_launch", *SHORT, folder=name)
+        first = recipe.start(*command)
+        time.sleep(draw.uniform(0, 4))
+        second = recipe.start(*command)
+        results = [recipe.finish(process, recipe.tmp_path / name) for process in (first, second)]
+        statuses = sorted(result.status for result in results)
+        assert statuses in ([0, 2], [0, 0]), [result.stderr for result in results]
+        if statuses == [0, 0]:
+            assert "already finished" in results[0].stdout + results[1].stdout
+        assert steps(recipe.tmp_path / name) == list(range(1, 29))
+        hashes.add(results[0].sha)
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"\0\xff{", b"[1]"])
+@pytest.mark.parametrize("name", ["config.json", "summary.json", "manifest.json"])
+def test_a_damaged_record_is_named(
+    pool: Pool, finished: Path, tmp_path: Path, name: str, content: bytes
+) -> None:
+    folder = shutil.copytree(finished, tmp_path / "run")
+    if name == "manifest.json":  # what a run goes on from does not depend on it
+        (folder / "summary.json").unlink()
+    (folder / name).write_bytes(content)
+    status, said = train(pool, folder)
+    assert str(folder / name) in said
+    assert "Traceback" not in said
+    assert status == (0 if name == "manifest.json" else 2)
+    if name == "manifest.json":
+        assert sha(folder) == sha(finished)
+        assert json.loads((folder / name).read_text())["seed"] == 0
