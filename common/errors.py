@@ -2,8 +2,10 @@
 
 import signal
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+STOP_SIGNALS = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]
 """Each asks a run to save its state and end with STATUS_STOPPED."""
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup: a lost terminal stops nothing
+    STOP_SIGNALS.remove(signal.SIGHUP)
 
 STATUS_FINISHED = 0
 STATUS_FAILED = 1

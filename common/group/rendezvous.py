@@ -1,30 +1,34 @@
 """The process group: rendezvous of the ranks, and a clean end."""
 
 import datetime
+import hashlib
 import json
 import os
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from common import ROOT
 from common.errors import InputError, StopRequested, TrainingError
 from common.group.collectives import gather
 from common.group.devices import choose_backend
 from common.group.interfaces import choose_interface, interface_names
 from common.launch.port import bind, unresolved
 from common.launch.ranks import Ranks
-from common.launch.report import report
-
-# Ranks on other hosts can never reach a master on loopback, so a short time-out is enough.
-_LOOPBACK_TIMEOUT_S = 20.0
+from common.launch.report import report, say
 
 # How long a rank that cannot begin waits for its peers, to tell them. Less than srun's --wait.
 _REFUSAL_TIMEOUT_S = 15.0
+
+_NOTICE_S = 5.0
+"""Ranks that wait for longer than this say so."""
 
 
 @contextmanager
@@ -133,67 +137,37 @@ def refuse_together(error: InputError, ranks: Ranks) -> InputError:
     return error
 
 
-def _agree_to_begin(store: dist.Store, ranks: Ranks, refusal: InputError | None) -> None:
-    """Raise the refusals of all ranks on every rank, if there are any."""
-    store.set(f"ready/{ranks.rank}", json.dumps([socket.gethostname(), str(refusal or "")]))
-    everybody = range(ranks.world_size)
-    found = store.multi_get([f"ready/{rank}" for rank in everybody])
-    who: dict[str, list[str]] = {}
-    for rank, (host, message) in enumerate(map(json.loads, found)):
-        if message:
-            who.setdefault(message, []).append(f"rank {rank} on {host}")
-    if not who:
-        return
-    if ranks.rank > 0:
-        store.set(f"heard/{ranks.rank}", "")
-    else:  # the store ends with rank 0
-        with suppress(RuntimeError):
-            store.wait([f"heard/{r}" for r in everybody[1:]], datetime.timedelta(seconds=5))
-    lines = []
-    for message, names in who.items():
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        where = "" if len(names) == ranks.world_size else f"{names[0]}{more}: "
-        lines.append(f"{where}{message}")
-    shared = InputError("; ".join(lines))
-    shared.agreed = True
-    raise shared
-
-
 def _connect(ranks: Ranks, timeout_s: float, refusal: InputError | None = None) -> dist.Store:
+    """Meet all other ranks at rank 0's store.
+
+    Raises:
+        InputError: what any rank refuses, or ranks that contradict each other, on every rank; an
+            address or a port that cannot work.
+        TrainingError: not every rank arrived in time.
+    """
     address, port = ranks.master_addr, ranks.master_port
     try:
         socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise InputError(unresolved(address, error)) from error
     if _several_hosts_on_loopback(ranks):
-        timeout_s = min(timeout_s, _LOOPBACK_TIMEOUT_S)
-    not_met = _not_met(ranks, timeout_s)
-    # TCPStore's own time-out covers each of several attempts, and not another program's server that
-    # accepts the connection but never answers.
-    watchdog = threading.Timer(timeout_s + 2, _give_up, (refusal or not_met, ranks))
+        raise InputError(
+            f"MASTER_ADDR {address!r} is every host's own loopback, and {ranks.world_size} ranks "
+            "are spread over several hosts: give rank 0's address on the network between them (ip "
+            "addr shows it)"
+        )
+    deadline = time.monotonic() + timeout_s
+    # Another program's server may accept the connection and never answer.
+    gave_up = refusal or _not_met(ranks, timeout_s)
+    watchdog = threading.Timer(timeout_s + 2, _give_up, (gave_up, ranks))
     watchdog.daemon = True
     watchdog.start()
-    is_master = ranks.rank == 0 and not ranks.agent_store
     try:
-        listen_fd = ranks.listen_fd
-        if is_master and listen_fd is None:
-            # Without LOCAL_WORLD_SIZE, ranks started by hand may be on other hosts.
-            unknown = ranks.launcher == "torchrun" and "LOCAL_WORLD_SIZE" not in os.environ
-            several_hosts = ranks.several_hosts or unknown
-            listen_fd = bind(address, port, several_hosts=several_hosts).detach()
-        store = dist.TCPStore(
-            address,
-            port,
-            ranks.world_size,
-            is_master=is_master,
-            timeout=datetime.timedelta(seconds=timeout_s),
-            wait_for_workers=not ranks.agent_store,
-            master_listen_fd=listen_fd,
-        )
+        store = _open_store(ranks, timeout_s)
         # torchrun's agent keeps its store when it restarts the ranks (static rendezvous). With
         # env://, the new ranks would find the addresses of the old ones.
         own = dist.PrefixStore(f"session_{ranks.session}", store)
-        _agree_to_begin(own, ranks, refusal)
+        _meet(own, ranks, deadline, timeout_s, refusal)
         return own
     except OSError as error:
         host = socket.gethostname()
@@ -204,25 +178,140 @@ def _connect(ranks: Ranks, timeout_s: float, refusal: InputError | None = None) 
             f"{taken}give another MASTER_PORT (or --master-port), or none to have a free one chosen"
         ) from error
     except RuntimeError as error:
-        raise not_met from error
+        if isinstance(error, TrainingError):
+            raise
+        raise _not_met(ranks, timeout_s) from error
     finally:
         watchdog.cancel()
 
 
-def _not_met(ranks: Ranks, timeout_s: float) -> Exception:
-    """The error for ranks that did not meet, with what this rank can know about the cause."""
-    if _several_hosts_on_loopback(ranks):
-        return InputError(
-            f"MASTER_ADDR {ranks.master_addr!r} is every host's own loopback, and "
-            f"{ranks.world_size} ranks are spread over several hosts: give rank 0's address on "
-            "the network between them (ip addr shows it)"
+def _open_store(ranks: Ranks, timeout_s: float) -> dist.TCPStore:
+    """Serve the store as rank 0, else connect to it."""
+    address, port, listen_fd = ranks.master_addr, ranks.master_port, ranks.listen_fd
+    is_master = ranks.rank == 0 and not ranks.agent_store
+    if is_master and listen_fd is None:
+        # Without LOCAL_WORLD_SIZE, ranks started by hand may be on other hosts.
+        unknown = ranks.launcher == "torchrun" and "LOCAL_WORLD_SIZE" not in os.environ
+        listen_fd = bind(address, port, several_hosts=ranks.several_hosts or unknown).detach()
+    waiting = f"waiting for rank 0 at {address}:{port}, up to {timeout_s:.0f} s"
+    notice = threading.Timer(_NOTICE_S if ranks.local_rank == 0 else timeout_s, say, (waiting,))
+    notice.daemon = True
+    notice.start()
+    try:
+        return dist.TCPStore(
+            address,
+            port,
+            is_master=is_master,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listen_fd,
         )
+    finally:
+        notice.cancel()
+
+
+def _meet(
+    store: dist.Store, ranks: Ranks, deadline: float, timeout_s: float, refusal: InputError | None
+) -> None:
+    """Wait until every rank is there; raise on every rank what any rank refuses.
+
+    Ranks are counted by arrival, so that two processes with the same rank are found.
+    """
+    mine = {
+        "rank": ranks.rank,
+        "host": socket.gethostname(),
+        "world_size": ranks.world_size,
+        "code": _code_sha256(),
+        "error": str(refusal or ""),
+    }
+    store.set(f"arrived/{store.add('arrived', 1)}", json.dumps(mine))
+    found: list[dict[str, Any]] = []
+    notice_s = time.monotonic() + _NOTICE_S
+    while True:
+        arrived = range(len(found) + 1, store.add("arrived", 0) + 1)
+        found += [json.loads(store.get(f"arrived/{number}")) for number in arrived]
+        now_s, refused = time.monotonic(), any(entry["error"] for entry in found)
+        if message := _contradiction(found):
+            break
+        if len(found) >= ranks.world_size or (refused and now_s > deadline):
+            message = _refusals(found)
+            break
+        if refused and not refusal:  # the other ranks may take as long to refuse the same
+            deadline = min(deadline, now_s + _REFUSAL_TIMEOUT_S)
+        if now_s > deadline:
+            raise _not_met(ranks, timeout_s, sorted(entry["rank"] for entry in found))
+        if ranks.local_rank == 0 and now_s > notice_s:
+            notice_s = float("inf")
+            say(
+                f"waiting for {ranks.world_size - len(found)} of {ranks.world_size} ranks at "
+                f"{ranks.master_addr}:{ranks.master_port}, up to {timeout_s:.0f} s"
+            )
+        time.sleep(0.02)
+    if not message:
+        return
+    store.add("heard", 1)
+    while ranks.rank == 0 and store.add("heard", 0) < len(found):  # the store ends with rank 0
+        if time.monotonic() > now_s + 5:
+            break
+        time.sleep(0.02)
+    shared = InputError(message)
+    shared.agreed = True
+    raise shared
+
+
+def _contradiction(found: list[dict[str, Any]]) -> str:
+    """What two ranks say that cannot both be true; empty if there is nothing."""
+    first = found[0]
+    for number, entry in enumerate(found):
+        who, other = (f"rank {e['rank']} on {e['host']}" for e in (entry, first))
+        if entry["world_size"] != first["world_size"]:
+            return (
+                f"{who} is one of {entry['world_size']} processes, {other} one of "
+                f"{first['world_size']}: give the same --nproc and --nnodes on every host"
+            )
+        if entry["code"] != first["code"]:
+            return f"{who} runs other code than {other}: give every host the same copy"
+        for twin in found[:number]:
+            if twin["rank"] == entry["rank"]:
+                return (
+                    f"two processes are rank {entry['rank']} ({twin['host']} and {entry['host']}): "
+                    "give each host its own --node-rank, each process its own RANK"
+                )
+    return ""
+
+
+def _refusals(found: list[dict[str, Any]]) -> str:
+    """The errors of all ranks as one message; empty if there is none."""
+    who: dict[str, list[str]] = {}
+    for entry in sorted(found, key=lambda entry: int(entry["rank"])):
+        if entry["error"]:
+            who.setdefault(entry["error"], []).append(f"rank {entry['rank']} on {entry['host']}")
+    lines = []
+    for message, names in who.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        lines.append(message if len(names) == len(found) else f"{names[0]}{more}: {message}")
+    return "; ".join(lines)
+
+
+def _code_sha256() -> str:
+    """Hash of the code that every rank must have alike."""
+    digest = hashlib.sha256()
+    for file in sorted([*ROOT.glob("common/**/*.py"), *ROOT.glob("recipes/**/*.py")]):
+        digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _not_met(ranks: Ranks, timeout_s: float, there: Sequence[int] = ()) -> TrainingError:
+    """The error for ranks that did not meet, with what this rank can know about the cause."""
+    missing = sorted(set(range(ranks.world_size)) - set(there)) if there else []
+    absent = f" (missing: rank {', '.join(map(str, missing))})" if missing else ""
     return TrainingError(
         f"not all {ranks.world_size} ranks met at {ranks.master_addr}:{ranks.master_port} within "
-        f"{timeout_s:.0f} s. Was the command started on every host? Can they reach that address "
-        "and port (firewall)? Does another program listen there (give another MASTER_PORT)? Is "
-        f"the interface right? This host has {', '.join(interface_names()) or 'lo only'}; "
-        "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose one."
+        f"{timeout_s:.0f} s{absent}. Was the command started on every host? Can they reach that "
+        "address and port (firewall)? Does another program listen there (give another "
+        "MASTER_PORT)? Is the interface right? This host has "
+        f"{', '.join(interface_names()) or 'lo only'}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
+        "choose one."
     )
 
 

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shlex
 import signal
+import socket
 import stat
 import sys
 import threading
@@ -39,20 +40,38 @@ def command_line() -> str:
 
 
 def stop_at_once() -> None:
-    """Let a stop signal end this process. Once training runs, `common.group.stop` replaces this.
-
-    RECIPES_STOP_MARK names a file that tells slurm/job.sh about the stop: the peers of this rank
-    may end with another status.
-    """
-
-    def leave(_number: int, _frame: object) -> None:
-        if mark := os.environ.get("RECIPES_STOP_MARK"):
-            with contextlib.suppress(OSError):
-                Path(mark).touch()
-        os._exit(STATUS_STOPPED)
-
+    """Let a stop signal end this process. Once training runs, `common.group.stop` replaces this."""
     for number in STOP_SIGNALS:
-        signal.signal(number, leave)
+        signal.signal(number, _leave)
+    if _wakeup:
+        return
+    # Python calls a handler only between two bytecodes of the main thread, which may be waiting in
+    # C++ for other ranks. So a thread reads which signal came.
+    came, wakeup = socket.socketpair()
+    wakeup.setblocking(False)
+    signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+    _wakeup.append(wakeup)
+
+    def watch() -> None:
+        while numbers := came.recv(1):
+            if signal.getsignal(numbers[0]) is _leave:
+                _leave(numbers[0], None)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+_wakeup: list[socket.socket] = []
+
+
+def _leave(_number: int, _frame: object) -> None:
+    """End this process; RECIPES_STOP_MARK names a file that tells slurm/job.sh about it.
+
+    The peers of this rank may end with another status.
+    """
+    if mark := os.environ.get("RECIPES_STOP_MARK"):
+        with contextlib.suppress(OSError):
+            Path(mark).touch()
+    os._exit(STATUS_STOPPED)
 
 
 def run_rank(body: Callable[[], Any], ranks: Ranks) -> int:
@@ -135,5 +154,6 @@ def _end_with_rank() -> None:
     # torch's loading processes check their parent only every 5 s, and only while they work: one
     # that is stuck, or whose rank was killed before it began, would stay for ever.
     end_with_parent()
+    signal.set_wakeup_fd(-1)  # the rank's
     if os.getppid() != _parent:
         os._exit(STATUS_FAILED)
