@@ -17,7 +17,7 @@ from torchvision.datasets import ImageFolder
 from common.data.datasets import IMAGENET_MEAN, IMAGENET_STD, DataOptions, load_data
 from common.data.loaders import make_loaders
 from common.figure import save_figure
-from common.group.rendezvous import process_group
+from common.group.process_group import process_group
 from common.launch.process import keep_freed_memory
 from common.launch.ranks import Ranks
 from recipes.tune_loader.compare import write_photos

@@ -31,7 +31,7 @@ from common.data.loaders import make_loaders
 from common.data.stream import GlobalBatches
 from common.errors import TrainingError
 from common.group.collectives import gather
-from common.group.rendezvous import process_group
+from common.group.process_group import process_group
 from common.launch.process import end_process, run_rank
 from common.launch.ranks import Ranks, resolve
 from common.seeds import mixed_precision, seed_everything

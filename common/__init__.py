@@ -2,13 +2,16 @@
 
 One room per question; imports point down this list only (tests/test_house.py):
 
-    cli                    from a command line to a running recipe
-    run/                   the loop between two steps; folder, snapshots, stop and go on
-    data/    training/     samples and batches; model, optimizer, gradients, evaluation
-    throughput             speed and memory of a run
-    group/                 devices, the rendezvous of the ranks, what they tell each other
-    launch/                who am I; start, end and explain ranks
-    errors options files machine seeds figure     (seeds: randomness, determinism, precision)
+    cli                 from a command line to a running recipe
+    run/                the loop between two steps; a run's folder, snapshots, resume
+    data/  training/    samples and batches; model, optimizer, gradients, evaluation
+    throughput          speed and memory of a run
+    group/              devices, the rendezvous of the ranks, what they tell each other
+    launch/             who am I; start, end and explain ranks
+    machine, stack      what is recorded of this machine; versions of CUDA, NCCL and the driver
+    files, options      files and folders; options that change no number
+    figure, seeds       figures; randomness, determinism and precision
+    errors              the ways in which a run ends
 
 How to add a recipe, a data set or a launcher: CONTRIBUTING.md.
 """

@@ -17,8 +17,8 @@ from common.launch.hints import hint
 from common.launch.process import python_path, run_rank
 from common.launch.ranks import Ranks, resolve
 from common.launch.report import report, say
-from common.launch.stack import check_versions
 from common.launch.start import LaunchOptions, launch
+from common.stack import check_versions
 
 C = TypeVar("C")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from common import ROOT
-from common.launch.stack import running_versions
+from common.stack import running_versions
 
 
 def describe_machine() -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from common.launch.stack import (
+from common.stack import (
     differences,
     mapped_libraries,
     running_versions,

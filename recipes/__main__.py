@@ -8,7 +8,7 @@ from pathlib import Path
 from common import cli
 from common.errors import InputError
 from common.launch.process import die_with_parent, end_process, stop_at_once
-from common.launch.stack import check_environment
+from common.stack import check_environment
 
 LAUNCHED = {
     "ranks": "one process per device, started by this command, torchrun, srun or mpirun",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
-from common.group.rendezvous import process_group
+from common.group.process_group import process_group
 from common.launch.port import listen
 from common.launch.ranks import Ranks
 

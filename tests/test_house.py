@@ -29,9 +29,10 @@ ROOMS: dict[str, set[str]] = {
     "seeds": set(),
     "figure": set(),
     "options": set(),
+    "stack": {"errors"},
+    "machine": {"stack"},
     "launch": {"errors"},
-    "machine": {"launch"},
-    "group": {"errors", "launch"},
+    "group": {"errors", "stack", "launch"},
     "throughput": {"group"},
     "data": {"errors", "files", "seeds", "options", "launch", "group"},
     "training": {"errors", "seeds", "options", "group"},
@@ -47,7 +48,7 @@ ROOMS: dict[str, set[str]] = {
         "data",
         "training",
     },
-    "cli": {"errors", "launch", "group"},
+    "cli": {"errors", "stack", "launch", "group"},
 }
 """Which rooms of `common` each may import: downwards only."""
 

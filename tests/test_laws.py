@@ -25,7 +25,7 @@ from common.data.stream import GlobalBatches, fixed_batches
 from common.errors import InputError, PeerError, StopRequested, TrainingError
 from common.files import weights_sha256
 from common.group.collectives import agreed
-from common.group.rendezvous import _refuse_unlike_devices
+from common.group.process_group import _refuse_unlike_devices
 from common.group.stop import StopAgreement
 from common.launch.ranks import Ranks
 from common.run.options import RunOptions, decisive, flatten

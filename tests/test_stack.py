@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from common import stack
 from common.data import workers
 from common.data.stream import Samples
 from common.errors import InputError
 from common.group.devices import check_driver
-from common.launch import stack
 from tests.conftest import ROOT, Recipe, library
 
 TABLE = stack.stacks()

@@ -27,10 +27,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
-from common import ROOT
+from common import ROOT, stack
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
 from common.group.host import control_group_limits, cpu_quotas
-from common.launch import stack
 from common.launch.hints import SHARED_MEMORY_HINT
 from common.launch.process import end_with_parent
 from common.launch.ranks import Ranks, resolve

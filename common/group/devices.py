@@ -8,7 +8,7 @@ import torch
 
 from common.errors import InputError
 from common.launch.ranks import Ranks
-from common.launch.stack import stacks
+from common.stack import stacks
 
 
 def choose_device(device: str, ranks: Ranks) -> torch.device:

@@ -1,9 +1,9 @@
 """Who is this process, who starts the others, and how do they all end.
 
 Finds the ranks in any launcher's environment (`ranks`), starts ranks on this machine (`start`), is
-a rank (`process`), reports failures as one `error:` line (`report`) with advice (`hints`), and
-checks CUDA, NCCL and the driver (`stack`). Importing this room imports no torch: a launcher starts
-at once, and bad usage is refused before torch is loaded.
+a rank (`process`), and reports failures as one `error:` line (`report`) with advice (`hints`).
+Importing this room imports no torch: a launcher starts at once, and bad usage is refused before
+torch is loaded.
 
 Environment variables of the project, all of them:
 

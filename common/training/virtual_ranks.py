@@ -30,7 +30,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import InputError, multiples_near
-from common.group.rendezvous import gloo_does_not_disturb, keep_until_exit
+from common.group.process_group import gloo_does_not_disturb, keep_until_exit
 from common.seeds import seed_torch
 
 log = logging.getLogger("recipes")

@@ -38,7 +38,7 @@ from common.files import result_folder, write_json
 from common.group.collectives import agreed, broadcast, gather
 from common.group.devices import choose_device, synchronize
 from common.group.interfaces import interface_towards
-from common.group.rendezvous import process_group
+from common.group.process_group import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
 from common.run.logs import device_in_words, log, set_up_logs

@@ -35,7 +35,7 @@ import torch
 from common import cli
 from common.data.stream import GlobalBatches, fixed_batches, make_loader
 from common.group.devices import choose_device
-from common.group.rendezvous import process_group
+from common.group.process_group import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
 from common.options import free

@@ -31,7 +31,7 @@ from common import cli
 from common.data.datasets import DataOptions, load_data
 from common.data.loaders import make_loaders
 from common.group.devices import choose_device
-from common.group.rendezvous import process_group
+from common.group.process_group import process_group
 from common.launch.port import listen
 from common.launch.process import end_process, run_rank
 from common.launch.ranks import Ranks

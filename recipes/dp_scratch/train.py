@@ -35,7 +35,7 @@ from common.data.datasets import DataOptions, load_data
 from common.data.loaders import make_loaders
 from common.errors import InputError
 from common.group.devices import choose_devices
-from common.group.rendezvous import process_group
+from common.group.process_group import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
 from common.options import free

@@ -16,7 +16,7 @@ from common.data.datasets import load_data
 from common.errors import TrainingError
 from common.figure import save_figure
 from common.group.devices import choose_device
-from common.group.rendezvous import process_group
+from common.group.process_group import process_group
 from common.launch.ranks import Ranks
 from recipes.model_parallel_toy.pipeline import plot_timeline
 from recipes.model_parallel_toy.split import build, cut, generated_points

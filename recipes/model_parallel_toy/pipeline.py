@@ -19,7 +19,7 @@ from common.figure import save_figure
 from common.files import write_json
 from common.group.collectives import gather_to_rank_0
 from common.group.devices import synchronize
-from common.group.rendezvous import gloo_does_not_disturb
+from common.group.process_group import gloo_does_not_disturb
 from common.training.ddp import left_as_it_was
 
 

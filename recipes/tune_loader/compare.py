@@ -13,7 +13,7 @@ from sklearn.datasets import load_sample_images
 from common import cli
 from common.figure import save_figure
 from common.group.devices import choose_device
-from common.group.rendezvous import process_group
+from common.group.process_group import process_group
 from common.launch.ranks import Ranks
 from recipes.tune_loader.train import NAME, Config, measure_settings, median_of, plot
 

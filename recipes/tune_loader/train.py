@@ -36,7 +36,7 @@ from common.data.workers import done, most_workers, recommend, samples_per_s, sw
 from common.figure import save_figure
 from common.files import result_folder, write_json
 from common.group.devices import choose_device
-from common.group.rendezvous import process_group
+from common.group.process_group import process_group
 from common.launch.hints import SHARED_MEMORY_HINT
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
