@@ -121,7 +121,7 @@ def _resolve(arguments: Sequence[str]) -> tuple[Ranks, list[str]]:
 
 def _warn_of_idle_nodes(options: LaunchOptions) -> None:
     if os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1" and options.nnodes == 1:
-        say("warning: this job has several nodes, but without srun all ranks run on this one")
+        say("warning: this job has several nodes, but without srun all ranks run on this node")
 
 
 def _refuse_wrong_number(

@@ -1,4 +1,4 @@
-"""Check the network before a long run: do all ranks meet, how fast, do their clocks agree?
+"""Check the network before a long run: do all ranks meet, how fast is it, do the clocks agree?
 
 Every rank joins the group as it would for training. Then all ranks sum tensors of growing size,
 rank 0 exchanges a tensor with every other host, and clocks are compared. Use it on a new cluster,
