@@ -46,7 +46,7 @@ LAUNCH = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) \
 
 run: $(INSTALLED) ## Train: make run RECIPE=ddp_launch [NPROC=2] [ARGS="--epochs 3"]
 	@$(if $(RECIPE),$(PYTHON) -m recipes $(RECIPE) $(LAUNCH) $(ARGS), \
-		$(PYTHON) -m recipes; echo "error: which one? make run RECIPE=NAME" >&2; exit 2)
+		$(PYTHON) -m recipes; echo "error: no recipe given: make run RECIPE=NAME" >&2; exit 2)
 
 reproduce: $(INSTALLED) ## Repeat a recorded run and compare the bits: make reproduce RUN=runs/ddp_launch/...
 	@$(PYTHON) -m recipes reproduce $(RUN) $(if $(AGAINST),--against $(AGAINST)) $(ARGS)
@@ -108,7 +108,7 @@ image: ## Build the image of a stack: make image [STACK=cu130] [TARGET=developme
 		--build-arg SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct || echo 0) $(BUILD) .
 
 image-run: ## Train in the image: make image-run RECIPE=ddp_launch [NPROC=2] [ARGS="..."]
-	@$(if $(RECIPE),,echo "error: which one? make image-run RECIPE=NAME" >&2; exit 2)
+	@$(if $(RECIPE),,echo "error: no recipe given: make image-run RECIPE=NAME" >&2; exit 2)
 	@$(DOCKER) version >/dev/null || exit 2
 	@$(DOCKER) image inspect $(IMAGE) >/dev/null 2>&1 || \
 		{ echo "error: no image $(IMAGE): make image STACK=$(STACK)" >&2; exit 2; }

@@ -1,4 +1,4 @@
-"""What every recipe needs right and can easily get silently wrong.
+"""What every recipe must get right and can easily get silently wrong.
 
 One room per question; imports point down this list only (tests/test_house.py):
 
@@ -19,4 +19,4 @@ How to add a recipe, a data set or a launcher: CONTRIBUTING.md.
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-"""The repository, or in an image what was copied of it."""
+"""The repository, or the part of it that was copied into the image."""

@@ -125,7 +125,7 @@ def _resolve(arguments: Sequence[str]) -> tuple[Ranks, list[str]]:
 
 def _warn_of_idle_nodes(options: LaunchOptions) -> None:
     if os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1" and options.nnodes == 1:
-        say("warning: a Slurm job of several nodes, but not started by srun: all ranks are here")
+        say("warning: this job has several nodes, but without srun all ranks run on this node")
 
 
 def _refuse_wrong_number(
@@ -136,7 +136,7 @@ def _refuse_wrong_number(
     if ranks.launcher != "none":
         if needed not in (None, ranks.world_size):
             raise InputError(
-                f"{name} with these options is {what}, but {ranks.launcher} started "
+                f"{name} with these options needs {what}, but {ranks.launcher} started "
                 f"{ranks.world_size}"
             )
         if options.nproc not in (None, ranks.local_world_size):
@@ -148,7 +148,7 @@ def _refuse_wrong_number(
         raise InputError(f"{what} cannot be divided equally between {options.nnodes} hosts")
     elif needed and options.nproc not in (None, needed // options.nnodes):
         raise InputError(
-            f"--nproc {options.nproc}, but {name} with these options is {what}, whatever the "
+            f"--nproc {options.nproc}, but {name} with these options needs {what}, whatever the "
             "number of devices: leave it out"
         )
 

@@ -137,13 +137,11 @@ def result_folder(given: Path | None, recipe: str, kind: str) -> Path:
         kind: of result: the JSON file's name without its suffix.
 
     Raises:
-        InputError: the folder holds such a result, or cannot be written.
+        InputError: the folder already holds such a result, or cannot be written.
     """
     folder = given or new_folder(Path("runs") / recipe)
     if (folder / f"{kind}.json").exists():
-        raise InputError(
-            f"{folder} holds a {kind} already ({kind}.json): choose another --output-dir"
-        )
+        raise InputError(f"{folder} already holds {kind}.json: choose another --output-dir")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

@@ -6,12 +6,12 @@
 for name in RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK MPI_LOCALRANKID MPI_LOCALNRANKS \
     RECIPES_ERRORS RECIPES_PARENT RECIPES_LISTEN_FD RECIPES_COMMAND \
     "${!TORCHELASTIC_@}" "${!OMPI_COMM_WORLD_@}" "${!PMI_@}" "${!PMIX_@}"; do
-    [[ -z ${!name:-} ]] || echo "not used, it comes from the shell that submitted this: $name=${!name}"
+    [[ -z ${!name:-} ]] || echo "ignored, because it comes from the shell that submitted this job: $name=${!name}"
     unset "$name"
 done
 case ${MASTER_ADDR:-} in # another host on each node, and the port would be that of all jobs here
 localhost | 127.* | ::1)
-    echo "not used, it comes from the shell that submitted this: MASTER_ADDR=$MASTER_ADDR"
+    echo "ignored, because it comes from the shell that submitted this job: MASTER_ADDR=$MASTER_ADDR"
     unset MASTER_ADDR MASTER_PORT
     ;;
 esac

@@ -9,8 +9,8 @@
 #   CONTAINER     apptainer:FILE.sif or pyxis:IMAGE; default none
 #   MOUNTS        what the container sees beside the run's folder: FROM:TO,FROM:TO
 #   MASTER_PORT   port of rank 0; default one of the job's own
-#   MAX_RESTARTS  how often in a row the job may start anew without a new snapshot; default 3,
-#                 0: never anew
+#   MAX_RESTARTS  how often in a row the job may restart without a new snapshot; default 3,
+#                 0: never
 # shellcheck shell=bash disable=SC2034
 set -uo pipefail
 
@@ -48,7 +48,7 @@ for i in "${!options[@]}"; do # given by the user, it wins
     --output[-_]dir) run=${options[i + 1]:-} ;;
     *) continue ;;
     esac
-    [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || fail "the tasks of an array would share --output-dir $run"
+    [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || fail "all tasks of the array would share --output-dir $run: leave it out"
 done
 run=$(realpath -m -- "$run") # a container has another working directory
 problem=$({ mkdir -p "$run" && touch "$run/slurm_restarts.txt"; } 2>&1) ||
@@ -58,7 +58,7 @@ mine="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
 if ! (set -C && echo "$mine $$" >"$run/slurm_running") 2>/dev/null; then
     read -r theirs pid <"$run/slurm_running"
     [[ $theirs != "$mine" ]] || ! kill -0 "$pid" 2>/dev/null ||
-        fail "another run of job $job writes into $run: give each an --output-dir of its own"
+        fail "another run of job $job writes into $run: give each run its own --output-dir"
     echo "$mine $$" >"$run/slurm_running"
 fi
 trap 'rm -f "$run/slurm_running"' EXIT
@@ -126,7 +126,7 @@ resubmit() { # how to go on by hand; Slurm tells a job only some of the options 
 
 no_progress() {
     echo "error: $MAX_RESTARTS restarts in a row without a new snapshot in $run: not requeued. Look" \
-        "above for why; to go on all the same: $(resubmit)" >&2
+        "above for the reason; to continue anyway: $(resubmit)" >&2
     exit 1
 }
 
@@ -161,12 +161,12 @@ conclude() { # STATUS of the step: end the job with it, or have it requeued to g
     trap '' TERM USR1 USR2 # a second one, for this or for what it asks
     newest=$(newest_snapshot) # now: the requeue kills what this script starts after it
     if ((status == 2)) && [[ $newest != none ]]; then # the place is to blame, not the options
-        echo "once that is mended, to go on from $(from "$newest"): $(resubmit)" >&2
+        echo "fix this, then continue from $(from "$newest"): $(resubmit)" >&2
     fi
     ((status == 0 || status == 2)) && exit "$status"
     until=$((SECONDS + 300))
     while ! scontrol ping >/dev/null 2>&1 && ((SECONDS < until)); do
-        echo "slurmctld does not answer, asking again"
+        echo "slurmctld does not answer; retrying"
         sleep 10
     done
     state=$(squeue --noheader --job "$job" --format %T)
@@ -178,16 +178,16 @@ conclude() { # STATUS of the step: end the job with it, or have it requeued to g
     if ((status != 75)); then
         status=1
         if [[ $newest == none ]]; then # nothing to go on from: end, and let somebody look
-            echo "failed before its first snapshot: not requeued; again: $(resubmit)" >&2
+            echo "failed before its first snapshot: not requeued; to run it again: $(resubmit)" >&2
             exit 1
         fi
     fi
     stuck && no_progress
     if refused=$(scontrol requeue incomplete "$job" 2>&1); then # incomplete: not a cancelled one
-        echo "job $job is requeued, to go on from $(from "$newest")"
+        echo "job $job is requeued, to continue from $(from "$newest")"
         exit "$status"
     fi
-    echo "ended with $status, and not requeued here ($refused); to go on from" \
+    echo "ended with $status, and not requeued ($refused); to continue from" \
         "$(from "$newest"): $(resubmit)" >&2
     exit "$status"
 }

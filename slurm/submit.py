@@ -1,4 +1,4 @@
-"""Submit a recipe to Slurm from Python, through submitit: a rank a task, one a GPU.
+"""Submit a recipe to Slurm from Python, through submitit: one task per rank, one rank per GPU.
 
     from slurm.submit import submit
     job = submit("ddp_launch", ["--epochs", 3], nodes=2, gpus_per_node=4, partition="gpu")
@@ -7,9 +7,9 @@
     python slurm/submit.py ddp_launch --nodes 2 --gpus-per-node 4 --partition gpu -- --epochs 3
     python slurm/submit.py ddp_launch --local --ntasks-per-node 2 -- --epochs 3
 
-The recipe's options are checked before anything is queued. Use it where jobs are made by a program
-(sweeps); `sbatch slurm/train.sbatch` is simpler by hand. A stopped job is requeued by submitit's
-own checkpointing and goes on from the run's snapshots.
+The recipe's options are checked before anything is queued. Use it if a program submits the jobs
+(sweeps); by hand, `sbatch slurm/train.sbatch` is simpler. submitit requeues a stopped job, which
+continues from the run's newest snapshot.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from common.launch.process import end_process
 from recipes import __main__ as front_door
 
 MAX_RESTARTS = 3
-"""How often in a row a job may start anew without a new snapshot."""
+"""How often in a row a job may restart without a new snapshot."""
 _MAX_TIMEOUTS = 10**6  # submitit's own limit would end a long run after so many time limits
 
 Job = submitit.Job[dict[str, Any]]
@@ -79,7 +79,7 @@ class Train:
                 if getattr(error, "returncode", 1) < 0:  # the requeue kills what asked for it, too
                     end_process(status)
                 print(
-                    f"stopped, and not requeued here ({error}); to go on, submit the same with "
+                    f"stopped, and not requeued ({error}); to continue, submit it again with "
                     f"--output-dir {shlex.quote(str(self.folder))} after the --"
                 )
                 end_process(status)
@@ -166,11 +166,13 @@ def submit_array(
         raise InputError(f"no recipe {recipe!r}: there are {', '.join(known)}")
     if "array" in sbatch:
         raise InputError(
-            "array: its tasks would all do the same. Give each its own options: "
+            "array: all its tasks would do the same. Give each job its own options: "
             "-- OPTIONS -- OPTIONS, or submit_array in Python"
         )
     if local and (nodes > 1 or len(options) > 1):
-        raise InputError("--local is one job on this machine: --nodes 1, and one -- OPTIONS")
+        raise InputError(
+            "--local runs one job on this machine: give --nodes 1 and a single -- OPTIONS"
+        )
     one_a_gpu = known[recipe][1] in ("ranks", "spawn")
     tasks = ntasks_per_node or (max(1, gpus_per_node) if one_a_gpu else 1)
     if gpus_per_node and one_a_gpu and tasks != gpus_per_node:
@@ -215,7 +217,7 @@ def submit_array(
     except submitit.core.utils.FailedJobError as error:
         raise InputError(f"sbatch refused: {str(error).strip().splitlines()[-1]}") from error
     except RuntimeError as error:  # there is no srun
-        raise InputError(f"{error} --local runs here, --dry-run shows the job") from error
+        raise InputError(f"{error} Use --local to run here, or --dry-run to see the job") from error
     except OSError as error:
         raise InputError(f"--runs cannot be written: {error}") from error
 
@@ -233,8 +235,8 @@ def _check(recipe: str, options: Sequence[Sequence[object]], output_dir: str) ->
     fixed = [call.output_dir for call in calls if "%j" not in call.output_dir]
     if len(fixed) > len(set(fixed)):
         raise InputError(
-            f"the jobs of an array would share --output-dir {fixed[0]}: a %j in it "
-            "becomes the job's id"
+            f"the jobs of the array would share --output-dir {fixed[0]}: add %j to it, "
+            "which becomes the job's id"
         )
     return calls
 
@@ -247,7 +249,7 @@ def _set_up() -> list[str]:
     return [
         f"for file in {python} {clean}; do",
         '    [ -r "$file" ] || { echo "error: $HOSTNAME sees no $file, which this job was submitted'
-        ' with: moved? Submit it again from where it is now" >&2; exit 2; }',
+        ' with: was it moved? Submit the job again from its new place" >&2; exit 2; }',
         "done",
         f". {clean}",
         f"export PYTHONPATH={root}${{PYTHONPATH:+:$PYTHONPATH}}",
@@ -316,7 +318,7 @@ def follow(job: Job) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}. --help lists the options; those of the recipe go after a --")
+        raise InputError(f"{message}. --help lists the options; the recipe's options go after a --")
 
 
 def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[list[str]]]:
@@ -329,7 +331,7 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[list[str]]]:
             words[-1].append(word)
     parser = _Parser(
         prog="python slurm/submit.py",
-        usage="%(prog)s RECIPE [options] [-- options of the recipe] [-- those of a second job ...]",
+        usage="%(prog)s RECIPE [options] [-- recipe options] [-- options of a second job ...]",
         description=(__doc__ or "").partition("\n")[0],
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -349,12 +351,12 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[list[str]]]:
         "--tasks-per-node", dest="ntasks_per_node", type=int, help=argparse.SUPPRESS
     )
     for name in ("mem", "partition", "account", "qos", "constraint"):
-        parser.add_argument(f"--{name}", metavar="X", help="as of sbatch")
+        parser.add_argument(f"--{name}", metavar="X", help="sbatch's option of this name")
     parser.add_argument(
         "--slurm",
         action="append",
         metavar="NAME[=X]",
-        help="any other option of sbatch; may come several times",
+        help="any other option of sbatch; may be repeated",
     )
     parser.add_argument("--follow", action="store_true", help="show rank 0's log until the end")
     asked = vars(parser.parse_args(words[0]))
@@ -385,7 +387,7 @@ def main() -> int:
     except KeyboardInterrupt:
         for job in jobs:
             log = shlex.quote(str(job.paths.stdout))
-            more = f"goes on. To see more of it: tail -F {log}; to end it: scancel {job.job_id}"
+            more = f"goes on. To follow it: tail -F {log}; to end it: scancel {job.job_id}"
             print(f"\njob {job.job_id} {'was ended by this' if 'local' in asked else more}")
         return 128 + signal.SIGINT
 

@@ -389,7 +389,7 @@ def test_make_run_without_a_recipe_is_no_success(recipe: Recipe) -> None:
     command = ("make", "-C", ROOT, "run", f"PYTHON={sys.executable}", "NPROC=4")
     result = recipe.finish(recipe.start(*command), recipe.tmp_path)
     assert result.status == 2
-    assert result.errors == ["error: which one? make run RECIPE=NAME"]
+    assert result.errors == ["error: no recipe given: make run RECIPE=NAME"]
     assert "ddp_spawn" in result.stdout
 
 

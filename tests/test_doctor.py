@@ -108,14 +108,14 @@ def test_a_machine_with_many_faults(recipe: Recipe) -> None:
     for line in (
         "error    devices: 1 GPUs under /dev, but torch sees none",
         "warning  software: LD_LIBRARY_PATH brings nccl 2.18.3 where cu132 pins",
-        "error    network: GLOO_SOCKET_IFNAME names eth77, which this host lacks",
-        "error    network: NCCL_SOCKET_IFNAME names eth88, which this host lacks",
+        "error    network: GLOO_SOCKET_IFNAME names eth77, but this host has no such interface",
+        "error    network: NCCL_SOCKET_IFNAME names eth88, but this host has no such interface",
         "error    network: MASTER_ADDR 'no-such-host.invalid' does not resolve",
         "warning  network: host name a-name-that-nobody-knows does not resolve",
         "warning  shared memory: /dev/shm has 8 MiB free",
         "warning  limits: 200 open files per process",
         "warning  limits: InfiniBand cards, but only 64 KiB of locked memory",
-        "warning  cores: the container or job may use the time of 0.5 cores, of",
+        "warning  cores: this container or job gets the CPU time of only 0.5 of",
         "warning  memory: 0.5 GiB available",
     ):
         assert f"  {line}" in said, said

@@ -41,7 +41,7 @@ def test_weights_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is not a file"):
         load_matching(model, tmp_path / "none.pt")
     (tmp_path / "text.pt").write_text("hello")
-    with pytest.raises(InputError, match="no weights file"):
+    with pytest.raises(InputError, match="not a weights file"):
         load_matching(model, tmp_path / "text.pt")
     torch.save([1, 2], tmp_path / "list.pt")
     with pytest.raises(InputError, match="no state_dict"):

@@ -52,4 +52,4 @@ def test_check_network_by_its_command_line(recipe: Recipe) -> None:
     assert "bus MiB/s" in result.stdout
     again = recipe("check_network")
     assert again.status == 2
-    assert "holds a network already" in again.errors[0]
+    assert "already holds network.json" in again.errors[0]

@@ -36,7 +36,7 @@ def said(rank: int, error: Exception | str, time_s: float = 0.0) -> dict[str, An
     ("failed", "silent", "left", "shown"),
     [
         ([(0, 1), (1, 1)], {}, [said(0, GONE, 1.0), said(1, "a bug", 2.0)], "rank 1: a bug"),
-        ([(0, 1), (1, -9)], {}, [said(0, GONE)], "was killed by SIGKILL: out of memory"),
+        ([(0, 1), (1, -9)], {}, [said(0, GONE)], "was killed by SIGKILL: perhaps out of memory"),
         ([(1, 1), (0, -6)], {}, [said(1, "a bug")], "rank 1: a bug"),
         ([(0, 1), (1, 7)], {}, [said(0, GONE)], "exited with status 7"),
         ([(0, 1)], {1: "stopped by a signal"}, [said(0, LATE)], "rank 1 on .* stopped answering"),

@@ -111,7 +111,9 @@ def check(names: Sequence[str], given: argparse.Namespace, options: Sequence[str
                 raise InputError(f"{name} has no comparison: choose from {', '.join(compared)}")
             cli.parse(name, import_module(f"recipes.{name}.train").Config, options)
     if "network" in names and os.geteuid():
-        raise InputError(f"network needs root, to simulate hosts: name {', '.join(PARTS[:-1])}")
+        raise InputError(
+            f"network needs root, to simulate hosts: run as root, or name {', '.join(PARTS[:-1])}"
+        )
 
 
 def measure(subject: Subject, rounds: int, options: list[str]) -> dict[str, Any]:

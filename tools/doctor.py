@@ -101,7 +101,7 @@ def software(where: Where) -> Iterator[Finding]:
     words = ", ".join(f"{part} {number}" for part, number in found.items())
     if not name:
         fix = "results may differ from results of the locked versions; make venv installs them"
-        yield Finding("warning", f"these versions are no stack of this project: {words}", fix)
+        yield Finding("warning", f"these versions match no stack of this project: {words}", fix)
     elif wrong := stack.differences(name, found) + stack.strangers():
         fix = "remove what was added (LD_PRELOAD, LD_LIBRARY_PATH, pip), or rebuild the environment"
         yield Finding(state, "; ".join(wrong), fix)
@@ -158,14 +158,14 @@ def network(where: Where) -> Iterator[Finding]:
         exact = variable.startswith("GLOO") or wanted.startswith("=")
         for name in filter(None, wanted.lstrip("=").split(",")):
             if not any(n == name if exact else n.startswith(name) for n in names):
-                found = f"{variable} names {name}, which this host lacks"
+                found = f"{variable} names {name}, but this host has no such interface"
                 yield Finding("error", found, f"choose from {', '.join(names)}")
     towards = interface_towards(where.ranks.master_addr) if where.ranks.several_hosts else None
     if towards in (None, "lo"):  # not a job of several hosts, or this is rank 0's host
         towards = interface_towards("192.0.2.1")  # an address that no host has
     if towards is None:
         found = f"no interface leads to other hosts (there are {', '.join(names)})"
-        yield Finding("warning", found, "no problem on one host; for several hosts, connect them")
+        yield Finding("warning", found, "no problem on one host; several hosts need a network")
     else:
         gloo = os.environ.get("GLOO_SOCKET_IFNAME", "it")
         nccl = os.environ.get("NCCL_SOCKET_IFNAME", f"one of {', '.join(names)}")
@@ -230,7 +230,7 @@ def cores(where: Where) -> Iterator[Finding]:
     if where.ranks.launcher == "none":
         ranks_here = where.nproc or torch.cuda.device_count() or 2
     if quota := next((share for share in cpu_quotas() if share < usable), None):
-        found = f"the container or job may use the time of {quota:g} cores, of {usable}"
+        found = f"this container or job gets the CPU time of only {quota:g} of {usable} cores"
         fix = "docker: --cpus; Slurm: --cpus-per-task; or start fewer processes"
         yield Finding("warning", found, fix)
     found = f"{usable} of {os.cpu_count()} cores for {ranks_here} processes of one thread each"

@@ -86,8 +86,8 @@ def command_again(run: Recorded, launched: str, nproc: int | None, folder: Path)
     begin = next((place for place, word in enumerate(words, 1) if is_recipe(word)), None)
     if begin is None:
         raise InputError(
-            f"{run.folder} cannot be run again by {manifest['command']}: start the run again in "
-            "the way you started it, then give --against"
+            f"{run.folder} cannot be repeated from its command, {manifest['command']}: start it "
+            "again as before, then give the new run's folder with --against"
         )
     replaced = {
         "seed": str(manifest["seed"]),
@@ -136,7 +136,9 @@ def compare(one: Recorded, two: Recorded, tolerance: float) -> dict[str, Any]:
         InputError: the runs are of two recipes, or have no logged step in common.
     """
     if one.summary["recipe"] != two.summary["recipe"]:
-        raise InputError(f"a run of {one.summary['recipe']} and one of {two.summary['recipe']}")
+        raise InputError(
+            f"cannot compare a run of {one.summary['recipe']} with one of {two.summary['recipe']}"
+        )
     steps = sorted(one.losses.keys() & two.losses.keys())
     if not steps:
         raise InputError(f"{one.folder} and {two.folder} have logged no step in common")

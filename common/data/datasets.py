@@ -40,20 +40,20 @@ class DataOptions:
     data: Literal["digits", "imagefolder", "fashion_mnist", "cifar10", "fake"] = "digits"
     """Data set. digits (1,797 images of 8x8 px, from scikit-learn) needs no download."""
     data_path: Path | None = free(None)
-    """Folder of the data. imagefolder: one sub-folder per class, or train/ and val/ with
-    one sub-folder per class in each."""
+    """Folder of the data.
+    imagefolder: one sub-folder per class, or train/ and val/ with such sub-folders."""
     download: bool = free(False)
     """Let rank 0 download fashion_mnist or cifar10 into --data-path."""
     verify_images: bool = free(True)
-    """imagefolder: decode every image before training, to find a bad one early. The result is kept
-    in ~/.cache/torch-recipes until a file changes."""
+    """imagefolder: decode every image first, to find a bad one early.
+    The result is kept in ~/.cache/torch-recipes until a file changes."""
     image_size: int | None = None
-    """Side of the square that the model sees [px]. None: digits 8, fashion_mnist 28, cifar10 and
-    fake 32, imagefolder 224."""
+    """Side of the square that the model sees [px].
+    None: digits 8, fashion_mnist 28, cifar10 and fake 32, imagefolder 224."""
     num_workers: int | Literal["auto"] | None = free(None)
-    """Loading processes per rank [processes]; 0: the training process loads. None: one per free CPU
-    core, at most 8, for imagefolder; 0 for the other data sets. auto: measured at the start, and
-    remembered in the run's folder."""
+    """Loading processes per rank [processes]; 0: the training process loads.
+    None: for imagefolder one per free CPU core, at most 8; else 0.
+    auto: measured at the start, and remembered in the run's folder."""
     pin_memory: bool = free(True)
     """Page-locked host memory for copies to a GPU. Turn it off if host memory is short."""
 
@@ -142,7 +142,9 @@ def read_digits() -> tuple[Any, Any]:
     """
     package = find_spec("sklearn")
     if package is None or package.origin is None:
-        raise InputError("--data digits needs scikit-learn, which holds it: pip install it")
+        raise InputError(
+            "--data digits is part of scikit-learn, which is missing: pip install scikit-learn"
+        )
     path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
     table = np.loadtxt(path, delimiter=",", dtype=np.float32)
     return table[:, :-1], table[:, -1].astype(int)

@@ -82,7 +82,7 @@ def _split_by_class(files: list[tuple[Path, int]], seed: int) -> tuple[list[int]
         train += sorted(order[cut:].tolist())
     if not val:
         raise InputError(
-            "no class has five images, so that one could be kept for validation: "
+            "every class has fewer than five images, so none can be kept for validation: "
             "add images, or give train/ and val/ folders"
         )
     return train, val

@@ -181,7 +181,7 @@ def recommend(speeds: dict[int, float]) -> tuple[int, str]:
     chosen = min(number for number in speeds if speeds[number] * GAIN >= speeds[best])
     why = f"{speeds[chosen] / speeds[0]:.1f} times loading in the training process"
     if chosen == 0:
-        why = "loading processes gain nothing here: handing batches over costs what they save"
+        why = "loading processes gain nothing here: handing over batches costs the time they save"
     elif chosen == best:
         why = f"the fastest, {why}"
     else:

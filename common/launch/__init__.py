@@ -1,4 +1,4 @@
-"""Who is this process, who starts the others, and how do they all end.
+"""Which rank is this process, who starts the ranks, and how do they end?
 
 Finds the ranks in any launcher's environment (`ranks`), starts ranks on this machine (`start`), is
 a rank (`process`), and reports failures as one `error:` line (`report`) with advice (`hints`).
@@ -11,8 +11,8 @@ Environment variables of the project, all of them:
     RECIPES_PARENT        that process's id: a rank ends when that process ends
     RECIPES_COMMAND       the command that the user typed
     RECIPES_LISTEN_FD     rank 0's socket, bound by the launcher
-    RECIPES_STOP_MARK     file that a rank leaves when it stops before it trains (slurm/)
-    RECIPES_ROOT          the repository, for copies of the sbatch files elsewhere (slurm/job.sh)
+    RECIPES_STOP_MARK     file that a rank creates if it stops before it trains (slurm/)
+    RECIPES_ROOT          the repository, for sbatch files copied elsewhere (slurm/job.sh)
     RECIPES_STACK         the image's CUDA stack
     RECIPES_COMMIT        the commit that the image was built from
     RECIPES_IMAGE_DIGEST  the image's digest, given by `make image-run`

@@ -14,7 +14,7 @@ _FOLLOWS = (
 )
 
 _TABLE = {
-    r"killed by SIGKILL": "out of memory? (dmesg tells) Then try half the --global-batch-size",
+    r"killed by SIGKILL": "perhaps out of memory (see dmesg): try half the --global-batch-size",
     r"killed by SIGABRT": (
         "its own message is above. Did all ranks call the same collectives, and use every "
         "parameter? TORCH_DISTRIBUTED_DEBUG=DETAIL names them"

@@ -201,7 +201,7 @@ def _from_mpi(env: Mapping[str, str], launcher: str) -> Ranks:
     rank, local_rank, world_size, local_world_size = (_number(env, n, launcher) for n in names)
     if local_world_size < world_size and "MASTER_ADDR" not in env:
         raise InputError(
-            "mpirun over several hosts does not tell rank 0's address: "
+            "mpirun on several hosts does not pass on rank 0's address: "
             "add -x MASTER_ADDR=HOST_OF_RANK_0 -x MASTER_PORT=29500"
         )
     job = env.get(job_id) or env.get("PMIX_NAMESPACE")

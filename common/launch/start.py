@@ -46,8 +46,8 @@ class LaunchOptions:
     master_port: int | None = None
     """Port of host 0. None: MASTER_PORT, or on one host any free port."""
     compare: bool = False
-    """Measure the recipe and its alternatives instead of training: a table, a figure and
-    comparison.json in --output-dir. For recipes that have a compare.py."""
+    """Instead of training, measure the recipe and its alternatives.
+    For recipes with a compare.py. Result: a table, a figure and comparison.json in --output-dir."""
     compare_rounds: int = 3
     """Rounds of --compare [rounds]. Each round measures every alternative; the median counts."""
     check: bool = False

@@ -1,4 +1,4 @@
 """What is trained: models, the optimizer's options, how gradients are averaged, evaluation.
 
-Nothing here knows where data come from or what a run leaves.
+Nothing here knows where the data come from or what a run leaves.
 """

@@ -26,14 +26,14 @@ class ParallelOptions:
     sync_bn: bool = False
     """BatchNorm over the global batch instead of each rank's slice; GPUs only."""
     virtual_ranks: int = 0
-    """Shards of each global batch, a power of two: 1, 2, 4 ... processes up to this number give the
-    same bits. 0: one shard per process."""
+    """Shards of each global batch, a power of two. 0: one shard per process.
+    1, 2, 4 ... processes, up to this number, give the same bits."""
     accumulate: int = 1
-    """Micro-batches per rank and step, to save memory [micro-batches]. Gradients are sent once per
-    step, with the last micro-batch. BatchNorm sees one micro-batch at a time."""
+    """Micro-batches per rank and step, to save memory [micro-batches].
+    Gradients are sent once per step. BatchNorm sees one micro-batch at a time."""
     gradient_compression: Literal["none", "bf16"] = "none"
-    """Format in which gradients are sent. bf16: half the bytes, rounded to 8 bits of mantissa; the
-    weights keep their precision."""
+    """Format in which gradients are sent; the weights keep their precision.
+    bf16: half the bytes, rounded to 8 bits of mantissa."""
 
     def __post_init__(self) -> None:
         """Refuse values and combinations that cannot work."""
@@ -49,8 +49,8 @@ class ParallelOptions:
             )
         if self.sync_bn and self.accumulate > 1:
             raise ValueError(
-                "--sync-bn looks at the global batch, --accumulate computes a part of it at a "
-                "time: give one of them"
+                "--sync-bn needs the whole global batch at once, but --accumulate computes it "
+                "in parts: give only one of them"
             )
         other_ways = (self.sync_bn, self.accumulate > 1, self.gradient_compression != "none")
         if shards and any(other_ways):
@@ -110,7 +110,7 @@ def synchronize_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:
         InputError: on a CPU.
     """
     if not has_trained_batch_norm(model):
-        log.info("--sync-bn left out: no BatchNorm layer is trained")
+        log.info("--sync-bn has no effect: no BatchNorm layer is trained")
         return model
     if device.type == "cpu":
         raise InputError("--sync-bn needs GPUs: torch's SyncBatchNorm refuses CPUs")

@@ -25,15 +25,16 @@ class ModelOptions:
     model: Literal["convnet", "resnet18", "resnet34", "resnet50"] = "convnet"
     """Model: a small network for small images, or a ResNet from torchvision."""
     norm: Literal["auto", "group", "batch"] = "auto"
-    """Normalisation. group treats each sample alone, so training is the same on any number of
-    ranks; pretrained ResNets use batch. auto: group for convnet, batch for ResNets."""
+    """Normalisation. auto: group for convnet, batch for ResNets.
+    group treats each sample alone, so training is the same on any number of ranks.
+    Pretrained ResNets use batch."""
     stem: Literal["auto", "small", "large"] = "auto"
-    """First layers of a ResNet. large: 7x7 convolution with stride 2 and max-pooling, for photos;
-    small: 3x3 with stride 1 and no pooling. auto: small for images below 64 px without --weights,
-    because published weights have the large stem."""
+    """First layers of a ResNet. large: 7x7 convolution with stride 2 and max-pooling, for photos.
+    small: 3x3 with stride 1 and no pooling.
+    auto: small for images below 64 px, unless --weights is given (published weights need large)."""
     zero_init_residual: bool = False
-    """Start each residual branch of a ResNet at zero (Goyal et al. 2017, section 5.1). A ResNet-50
-    without --weights learns faster with it, a ResNet-18 more slowly (benchmarks/README.md)."""
+    """Start each residual branch of a ResNet at zero (Goyal et al. 2017, section 5.1).
+    Without --weights, ResNet-50 then learns faster, ResNet-18 slower (benchmarks/README.md)."""
     dropout: float = 0.0
     """Share of features dropped before convnet's last layer."""
     weights: Path | None = None
@@ -41,16 +42,16 @@ class ModelOptions:
     freeze_layers: bool = False
     """Train the last layer only."""
     channels_last: bool = False
-    """Memory layout with the channels of a pixel side by side. On CPUs some models are faster with
-    it; on GPUs with bf16 or fp16 it should be faster, but this was not measured."""
+    """Memory layout with the channels of a pixel side by side. On CPUs some models are faster.
+    On GPUs with bf16 or fp16 it should be faster, but this has not been measured."""
     compile: bool = False
-    """Train with torch.compile. It needs a C++ compiler and up to a minute at the start; on CPUs it
-    may be slower. Evaluation is not compiled."""
+    """Train with torch.compile; on CPUs it may be slower.
+    It needs a C++ compiler, and up to a minute at the start. Evaluation is not compiled."""
 
     def __post_init__(self) -> None:
         """Refuse values and combinations that cannot work."""
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"--dropout is a share, 0 to below 1, got {self.dropout}")
+            raise ValueError(f"--dropout must be at least 0 and below 1, got {self.dropout}")
         if self.dropout and self.model != "convnet":
             raise ValueError("--dropout is an option of --model convnet")
 
@@ -140,14 +141,14 @@ def load_matching(model: nn.Module, path: Path) -> tuple[list[str], list[str]]:
         Names of the loaded entries, and names of the file's and the model's other entries.
 
     Raises:
-        InputError: no such file, no weights file, or no entry fits.
+        InputError: no such file, not a weights file, or no entry fits.
     """
     if not path.is_file():
         raise InputError(f"--weights {path} is not a file")
     try:
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever the unpickler meets
-        raise InputError(f"--weights {path} is no weights file: torch.load failed") from error
+        raise InputError(f"--weights {path} is not a weights file: torch.load failed") from error
     for key in ("state_dict", "model"):
         if isinstance(found, dict) and isinstance(found.get(key), dict):
             found = found[key]

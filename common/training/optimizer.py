@@ -20,15 +20,15 @@ class OptimizerOptions:
     max_steps: int | None = free(None)
     """Stop after this many optimizer steps [steps]; the schedule does not change."""
     global_batch_size: int | None = free(None)
-    """Samples per step over all ranks [samples]. None: --batch-size-per-rank times the number of
-    ranks, or the recipe's default."""
+    """Samples per step over all ranks [samples].
+    None: --batch-size-per-rank times the number of ranks, or the recipe's default."""
     batch_size_per_rank: int | None = free(None)
     """Samples per step on each rank [samples], in place of --global-batch-size."""
     lr: float = 0.1
     """Highest learning rate, used as given."""
     scale_lr: int | None = None
-    """Linear scaling rule: the learning rate is lr x global batch size / SCALE_LR [samples]. It
-    needs --warmup-epochs."""
+    """Linear scaling rule [samples]; it needs --warmup-epochs.
+    The learning rate is --lr x global batch size / SCALE_LR."""
     warmup_epochs: float = 0.0
     """Time over which the learning rate rises linearly from 0 [epochs]."""
     lrf: float = 0.01
@@ -61,7 +61,7 @@ class OptimizerOptions:
         if not 0 < self.lr < math.inf:
             raise ValueError(f"--lr must be positive and finite, got {self.lr}")
         if not 0 <= self.lrf <= 1:
-            raise ValueError(f"--lrf is a share of lr, 0 to 1, got {self.lrf}")
+            raise ValueError(f"--lrf must be from 0 to 1 (a share of --lr), got {self.lrf}")
         if self.scale_lr is not None and self.warmup_epochs == 0:
             raise ValueError("--scale-lr needs a warm-up: give --warmup-epochs too")
 

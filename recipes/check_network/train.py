@@ -1,4 +1,4 @@
-"""The network between the ranks, checked before a long run: who meets, how fast, whose clock.
+"""Check the network before a long run: do all ranks meet, how fast is it, do the clocks agree?
 
 Every rank joins the group as it would for training. Then all ranks sum tensors of growing size,
 rank 0 exchanges a tensor with every other host, and clocks are compared. Use it on a new cluster,
@@ -60,7 +60,7 @@ class CheckOptions:
     rounds: int = 5
     """Measurements per tensor; the median counts."""
     max_skew_s: float = 1.0
-    """Largest allowed difference between clocks [s]; logs need a common order."""
+    """Largest allowed difference between clocks [s]. Larger ones mix up the order of the logs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the tensors. auto: a GPU where there is one."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"

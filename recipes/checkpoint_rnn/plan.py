@@ -86,8 +86,8 @@ def choose_segments(
     if not fitting:
         least = int(MARGIN * min(entry["bytes"] for entry in found)) + 1
         raise InputError(
-            f"--memory-budget {budget} cannot be met by any number of segments: the smallest "
-            f"that can is about {least} ({mebibytes(least)})"
+            f"--memory-budget {budget} cannot be met by any number of segments: give about "
+            f"{least} ({mebibytes(least)}) or more"
         )
     best = min(fitting, key=lambda entry: entry["step_s"])
     log.info(f"chosen: {best['segments']} segments, the fastest within {mebibytes(budget)}")

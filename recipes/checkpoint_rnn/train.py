@@ -1,4 +1,4 @@
-"""Activation checkpointing over time: a recurrent network on sequences too long to remember.
+"""Activation checkpointing over time: a recurrent network on sequences too long for memory.
 
 Training keeps the results of every time step until the backward pass. `--segments N` cuts the
 sequence into N segments and keeps only the state between them; the backward pass recomputes each
@@ -13,7 +13,7 @@ the optimizer state are too large.
     srun -n 1 python -m recipes checkpoint_rnn --segments 20            one Slurm task
 
 The default learns the adding problem at length 400 in about 20 s on 2 CPU cores: mean squared error
-below 0.02, where predicting the mean gives 1/6.
+below 0.02 (a model that predicts the mean has 1/6).
 
 Sources: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174); the
 adding problem, Hochreiter & Schmidhuber 1997, "Long Short-Term Memory", section 5.4; gate biases by

@@ -1,9 +1,9 @@
 """DataParallel: one process copies the model to every GPU in each step.
 
 The batch is split over the GPUs, and each GPU computes on its copy. GPU 0 gathers the outputs and
-the gradients, and takes the step. Many people meet this way first; `--compare` measures it
-against the better one. Use it for a quick try on one machine, and ddp_launch for long runs. With
-fewer than two GPUs it replicates nothing.
+the gradients, and takes the step. Many people learn this way first; `--compare` measures it
+against DistributedDataParallel. Use it for a quick try on one machine, and ddp_launch for long
+runs. With fewer than two GPUs it replicates nothing.
 
     make run RECIPE=dp_resnet50                                      all visible GPUs, or the CPU
     make run RECIPE=dp_resnet50 ARGS="--device-ids 0 1"              a subset
@@ -82,7 +82,7 @@ class Config:
 class Autocast(nn.Module):
     """A model that enters autocast in its own forward.
 
-    DataParallel's threads take over that autocast is on, but not its type: they would compute in
+    DataParallel's threads inherit that autocast is on, but not its dtype: they would compute in
     fp16 and not in bf16 (torch 2.15, parallel_apply).
     """
 
@@ -118,7 +118,9 @@ def train(config: Config, ranks: Ranks) -> None:
         data = load_data(config.data, seed, ranks)
         batch_size = options.total_batch_size(len(devices))
         if len(devices) > 1 and config.model.dropout:
-            raise InputError("--dropout: snapshots hold the generator of one GPU: use ddp_launch")
+            raise InputError(
+                "--dropout: a snapshot holds one GPU's random state only: use ddp_launch"
+            )
         if len(devices) > 1 and config.model.compile:
             raise InputError("--compile cannot compile DataParallel's copies: use ddp_launch")
         if batch_size % len(devices):

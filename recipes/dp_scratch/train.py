@@ -3,7 +3,7 @@
 Each step splits the batch and runs forward and backward on every device. An all-reduce of four
 lines sums the gradients, and every device updates its own copy of the parameters. DataParallel and
 DistributedDataParallel do the same; here nothing is hidden. Use it to learn, on any list of
-devices. `cpu cpu` works too, but is no faster than `cpu`: the two share the cores and take turns.
+devices. `cpu cpu` works too, but is no faster than `cpu`: both share the cores and take turns.
 
     make run RECIPE=dp_scratch                                       all GPUs, or cpu cpu
     make run RECIPE=dp_scratch ARGS="--devices cuda:0 cuda:1"        these two
@@ -60,7 +60,7 @@ class ParallelOptions:
     devices: tuple[str, ...] | None = None
     """Devices, such as `cuda:0 cuda:1`, or `cpu cpu` to learn. None: all GPUs, else `cpu cpu`."""
     lesson: bool = free(True)
-    """Draw, at the end, a figure of the same training with larger batches."""
+    """At the end, train again with larger batches and draw a figure (the batch-size lesson)."""
 
 
 @dataclass(frozen=True)

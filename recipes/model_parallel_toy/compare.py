@@ -105,7 +105,7 @@ def without_communication_s(given: Sequence[str], stages: int, micro_batches: in
     ]
     seconds = [float(process.communicate()[0] or "nan") for process in processes]
     if any(process.returncode for process in processes):
-        raise TrainingError("a stage by itself failed; what it said is above")
+        raise TrainingError("a stage by itself failed; its message is above")
     return max(seconds)
 
 

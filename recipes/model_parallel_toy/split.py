@@ -25,8 +25,8 @@ class WholeModelOptions:
     model: Literal["toy", "resnet50"] = "toy"
     """toy: 10 inputs, a hidden layer of 10, 5 classes; it trains on generated points."""
     norm: Literal["group", "batch"] = "group"
-    """Normalisation of resnet50. With batch, the number of micro-batches changes the result,
-    because BatchNorm sees one micro-batch at a time."""
+    """Normalisation of resnet50.
+    batch sees one micro-batch at a time, so the number of micro-batches changes the result."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class ParallelOptions:
     data_parallel: int = 1
     """Copies of the pipeline, each with its share of the batch (gpipe and 1f1b)."""
     devices: tuple[str, ...] | None = None
-    """One device per stage (split and micro), such as `cuda:0 cuda:1` or `cpu cpu`. None: the GPUs
-    in turn, or the CPU."""
+    """One device per stage (split and micro): `cuda:0 cuda:1` or `cpu cpu`.
+    None: the GPUs in turn, or the CPU."""
     timeline: bool = free(True)
     """Record the last step in timeline.json and timeline.png (gpipe and 1f1b)."""
 
@@ -58,7 +58,9 @@ class ParallelOptions:
         if self.schedule == "1f1b" and 1 < self.micro_batch_count < self.stages:
             raise ValueError("--schedule 1f1b needs at least as many --micro-batches as --stages")
         if self.devices and self.in_processes:
-            raise ValueError("--devices is for split and micro: gpipe and 1f1b take --device")
+            raise ValueError(
+                "--devices is for --schedule split and micro; with gpipe and 1f1b, use --device"
+            )
         if self.devices is not None and len(self.devices) != self.stages:
             raise ValueError(
                 f"{len(self.devices)} --devices for {self.stages} --stages: name one per stage"

@@ -1,7 +1,7 @@
 """Loading data fast: how many loading processes, measured on your own data.
 
-Times a fixed number of samples with 0, 1, 2, ... loading processes until more of them bring
-nothing. If there is a GPU, each number is timed with and without pinned memory. Recommends the
+Times a fixed number of samples with 0, 1, 2, ... loading processes until more of them bring no
+gain. If there is a GPU, each number is timed with and without pinned memory. Recommends the
 smallest number that no other number beats. Training recipes choose by the number of cores, or make
 this measurement with `--num-workers auto`. Use it if `samples_per_s` of a training run is far below
 the speed of the model alone. If the model is slower than loading, the number does not matter.
@@ -59,11 +59,11 @@ class TuneOptions:
     samples: int = 4000
     """Samples timed for each setting [samples]. A smaller data set is loaded several times."""
     style: Literal["map", "stream"] = "map"
-    """Style of the data set. stream: the same batches from an iterable, sharded by hand
-    (recipes/tune_loader/streams.py)."""
+    """Style of the data set. stream: the same batches from an iterable data set.
+    The file recipes/tune_loader/streams.py shows how it is sharded."""
     max_workers: int | None = None
-    """Largest number of loading processes to try [processes]. None: until two more bring
-    nothing."""
+    """Largest number of loading processes to try [processes].
+    None: until two more processes bring no gain."""
     rounds: int = 3
     """Times that each setting is measured [rounds]; the median counts."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -82,7 +82,7 @@ class TuneOptions:
 
 @dataclass(frozen=True)
 class Config:
-    """All options; those of a group mean the same in every recipe."""
+    """All options; a group means the same in every recipe."""
 
     tune: TuneOptions = field(default_factory=TuneOptions)
     data: DataOptions = field(default_factory=DataOptions)

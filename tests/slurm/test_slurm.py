@@ -510,7 +510,7 @@ def test_where_requeue_is_refused_the_log_says_how_to_go_on(
     submit.cluster.run("scancel", "--signal=USR2", job.job_id)
     assert job.result.status == 75
     (words,) = re.findall(
-        r"to go on from snapshot step_\S+: sbatch \[its options and file as before\] (.+)", job.said
+        r"continue from snapshot step_\S+: sbatch \[its options and file as before\] (.+)", job.said
     )
     second = submit("train", *shlex.split(words), sbatch=ONE_EACH, name="second")
     second.run = job.run
@@ -527,7 +527,7 @@ def test_a_second_signal_and_no_slurmctld_while_the_job_concludes(
     submit.cluster.stop_slurmctld()
     try:
         subprocess.run(batch_script, check=True)
-        wait_for(lambda: "slurmctld does not answer, asking again" in job.said)
+        wait_for(lambda: "slurmctld does not answer; retrying" in job.said)
         subprocess.run(batch_script, check=True)
     finally:
         submit.cluster.start_slurmctld()
@@ -587,7 +587,7 @@ WRONG = {
         ("ddp_launch", "--output-dir=x"),
         {},
         ("--array=7",),
-        "tasks of an array would share",
+        "tasks of the array would share",
     ),
     "container": (("ddp_launch",), {"CONTAINER": "docker:x"}, (), "CONTAINER must be"),
 }
@@ -686,7 +686,10 @@ def test_ranks_left_in_the_shell_are_not_the_jobs(submit: Submitter, file: str) 
         assert bare.returncode == 2
         assert "error: RANK=0 WORLD_SIZE=1 in the environment" in bare.stderr
     assert job.result.assert_ok().summary["world_size"] == 2
-    assert "not used, it comes from the shell that submitted this: WORLD_SIZE=1\n" in job.said
+    assert (
+        "ignored, because it comes from the shell that submitted this job: WORLD_SIZE=1\n"
+        in job.said
+    )
 
 
 def test_torchrun_has_its_ranks_memory(submit_strictly: Submitter) -> None:
@@ -1000,7 +1003,7 @@ def test_make_slurm_check(submit: Submitter) -> None:
     )
     assert refused.returncode == 2
     assert "invalid partition" in refused.stderr
-    assert re.search(r"(?m)^error: this site refuses slurm/\w+.sbatch", refused.stderr)
+    assert re.search(r"(?m)^error: sbatch refuses slurm/\w+.sbatch", refused.stderr)
 
 
 def test_a_slow_link_and_a_wrong_clock_are_found(submit: Submitter) -> None:
@@ -1143,7 +1146,7 @@ def test_a_held_job_outlives_ctrl_c_and_says_that_its_repository_was_moved(
     (job,) = submitted(submit, said)
     assert follower.returncode == 130, errors
     assert said.endswith(
-        f"goes on. To see more of it: tail -F {job.log}; to end it: scancel {job.job_id}\n"
+        f"goes on. To follow it: tail -F {job.log}; to end it: scancel {job.job_id}\n"
     )
     assert "Traceback" not in errors
     assert job.info["JobState"] == "PENDING"
