@@ -173,7 +173,7 @@ def submit_array(
         raise InputError(
             "--local runs one job on this machine: give --nodes 1 and a single -- OPTIONS"
         )
-    one_a_gpu = known[recipe][1] in ("ranks", "spawn")
+    one_a_gpu = import_module(f"recipes.{recipe}").LAUNCHED in ("ranks", "spawn")
     tasks = ntasks_per_node or (max(1, gpus_per_node) if one_a_gpu else 1)
     if gpus_per_node and one_a_gpu and tasks != gpus_per_node:
         raise InputError(

@@ -277,7 +277,7 @@ def test_in_a_job_every_rank_takes_part(recipe: Recipe) -> None:
             "LOCAL_RANK": "0",
             "WORLD_SIZE": "2",
             "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": socket.gethostname(),  # several hosts cannot meet on loopback
             "MASTER_PORT": port,
             "PYTHONPATH": "",
         }
