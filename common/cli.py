@@ -184,8 +184,10 @@ def parse(name: str, config_class: type[C], arguments: Sequence[str]) -> tuple[L
     groups = [(f.name, f.type, f) for f in fields(config_class)]  # type: ignore[arg-type]
     launch_group = ("launch", LaunchOptions, LaunchOptions())
     both = make_dataclass("Options", [launch_group, *groups], frozen=True)
-    both.__doc__ = sys.modules[config_class.__module__].__doc__
+    both.__doc__ = " "
     with _input_errors():
+        if {"-h", "--help"} & set(arguments):  # tyro would join the lines of each paragraph
+            print(sys.modules[config_class.__module__].__doc__)
         options = _tyro(name, both, arguments)
         return options.launch, config_class(**{n: getattr(options, n) for n, _, _ in groups})
 
@@ -210,6 +212,8 @@ def _input_errors() -> Iterator[None]:
         if end.code in (0, None):
             raise
         raise InputError(_one_line(said.getvalue())) from None
+    except BrokenPipeError:  # --help into a program that reads a part of it
+        raise SystemExit(0) from None
     except ValueError as error:
         raise InputError(str(error)) from None
 

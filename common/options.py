@@ -1,4 +1,4 @@
-"""How an option says, where it is defined, that it changes no number of a run."""
+"""How an option says, where it is defined, that a run may resume with another value of it."""
 
 from dataclasses import field
 from typing import TypeVar
@@ -7,9 +7,10 @@ T = TypeVar("T")
 
 
 def free(default: T) -> T:
-    """Default of a dataclass field that changes where, how fast or how long a run goes only.
+    """Default of an option that may differ when a run resumes.
 
-    A run can be resumed with another value of such an option.
+    It changes only where, how fast or how long the run goes; or another check stands for it: the
+    resolved batch size for --global-batch-size, the data's fingerprint for --data-path.
     """
     value: T = field(default=default, metadata={"free": True})
     return value

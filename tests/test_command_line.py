@@ -426,7 +426,7 @@ def test_images_are_verified_once_and_loaded_on_the_cores_that_are_left(recipe: 
     assert json.loads((recipe.tmp_path / "run" / "config.json").read_text())["num_workers"] == (
         workers
     )
-    assert ("training computes on 2 of" in first) == (usable_cores() > 2)
+    assert ("training uses 2 of" in first) == (usable_cores() > 2)
     again = recipe("ddp_launch", *options, "2").assert_ok().stdout
     assert "20 images: verified before, unchanged since" in again
     # A larger photo, cut to the size of the one that it replaces, whose times it is given.
@@ -475,4 +475,4 @@ def test_a_default_run_takes_fewer_loading_processes_where_shared_memory_is_smal
     assert "/dev/shm has 1 MiB free" in result.stdout
     assert "leave room for 0 loading processes" in result.stdout
     assert "--num-workers 0 (CPU cores per rank: " in result.stdout
-    assert f"training computes on 1 of {usable_cores()} CPU cores" in result.stdout
+    assert f"training uses 1 of {usable_cores()} CPU cores" in result.stdout

@@ -22,8 +22,8 @@ class RunOptions:
     output_dir: Path | None = free(None)
     """Folder of the run. None: runs/NAME/UTC-TIME. The run continues if the folder holds it."""
     resume: Literal["auto", "never"] | Path = free("auto")
-    """Where to begin. auto: at the newest intact snapshot in --output-dir; never: at the start; or
-    a snapshot file."""
+    """Where to begin: auto, never, or a snapshot file.
+    auto: at the newest intact snapshot in --output-dir. never: at the start."""
     snapshot_every: int = free(0)
     """Steps between two snapshots [steps]; 0: none. One more is written after each epoch."""
     keep_snapshots: int = free(3)
@@ -37,8 +37,8 @@ class RunOptions:
     device: Literal["auto", "cpu", "cuda"] = free("auto")
     """Device to train on. auto: a GPU if there is one."""
     backend: Literal["auto", "gloo", "nccl"] = free("auto")
-    """Backend of the process group. auto: nccl on GPUs, gloo on CPUs. With gloo, several ranks can
-    share one GPU."""
+    """Backend of the process group. auto: nccl on GPUs, gloo on CPUs.
+    With gloo, several ranks can share one GPU."""
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """Arithmetic of the model. bf16 and fp16 are mixed precision; fp16 uses a loss scaler."""
     deterministic: bool = True
