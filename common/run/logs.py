@@ -36,8 +36,8 @@ def announce(recipe: str, options: RunOptions, ranks: Ranks, device: torch.devic
     busy, cores = ranks.local_world_size * options.cpu_threads, usable_cores()
     if device.type == "cpu" and busy < cores:
         log.info(
-            f"training uses {busy} of {cores} CPU cores: to use more, give a larger --nproc (if the "
-            "recipe has it) or --cpu-threads (changes the bits)"
+            f"training uses {busy} of {cores} CPU cores: to use more, give a larger --nproc (if "
+            "the recipe has it) or --cpu-threads (changes the bits)"
         )
 
 
