@@ -1,13 +1,14 @@
 """From a command line to a running recipe. Imports no torch, so that a launcher starts at once."""
 
 import contextlib
+import difflib
 import gc
 import io
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, make_dataclass
+from dataclasses import asdict, fields, make_dataclass
 from importlib import import_module
 from itertools import pairwise
 from typing import Any, NoReturn, TypeVar
@@ -45,7 +46,12 @@ def start(name: str, arguments: Sequence[str]) -> int:
         return report(error, Ranks())
     # Imported modules hold no garbage, but searching them takes 15 % of a start's CPU time.
     gc.disable()
-    recipe = import_module(f"recipes.{name}.train")
+    try:
+        recipe = import_module(f"recipes.{name}.train")
+    except ModuleNotFoundError as error:
+        missing = f"{sys.executable} has no package {error.name}"
+        fix = "run make venv and use .venv/bin/python, or an interpreter with torch"
+        return report(InputError(f"{missing}: {fix}"), Ranks())
     gc.freeze()
     gc.enable()
     return int(recipe.main(arguments))
@@ -56,7 +62,7 @@ def run(
     config_class: type[C],
     train: Callable[[C, Ranks], None],
     arguments: Sequence[str] | None = None,
-    spawn: Callable[[C, int], int] | None = None,
+    spawn: Callable[[C, int, int], int] | None = None,
     processes: Callable[[C], int] | None = None,
 ) -> int:
     """Run the recipe `name` as a rank, or start its ranks; return the exit status.
@@ -66,7 +72,7 @@ def run(
         config_class: dataclass of option groups.
         train: the recipe.
         arguments: of the command line. None: those of this process.
-        spawn: for a recipe that starts its ranks itself: from (config, nproc) to the exit status.
+        spawn: for a recipe that starts its ranks itself: (config, nproc, port) to the exit status.
         processes: number of ranks that a config needs. None: one, or as many as --nproc says.
     """
     ranks = Ranks()
@@ -90,7 +96,7 @@ def run(
             _warn_of_idle_nodes(options)
             nproc = needed // options.nnodes if needed else options.processes
             if spawn:
-                return spawn(config, nproc)
+                return spawn(config, nproc, options.port)
             if options.nnodes * nproc > 1:
                 return launch(["-m", "recipes", name, *arguments], nproc, options)
     except InputError as error:
@@ -185,11 +191,23 @@ def parse(name: str, config_class: type[C], arguments: Sequence[str]) -> tuple[L
     launch_group = ("launch", LaunchOptions, LaunchOptions())
     both = make_dataclass("Options", [launch_group, *groups], frozen=True)
     both.__doc__ = " "
-    with _input_errors():
+    kinds: list[Any] = [LaunchOptions, *(f.type for f in fields(config_class))]  # type: ignore[arg-type]
+    names = [option.name for kind in kinds for option in fields(kind)]
+    with _input_errors([f"--{name.replace('_', '-')}" for name in names]):
         if {"-h", "--help"} & set(arguments):  # tyro would join the lines of each paragraph
             print(sys.modules[config_class.__module__].__doc__)
         options = _tyro(name, both, arguments)
+        _refuse_endless_numbers(options)
         return options.launch, config_class(**{n: getattr(options, n) for n, _, _ in groups})
+
+
+def _refuse_endless_numbers(options: Any) -> None:
+    """Raise ValueError for a number that is infinite, not a number, or too large for torch."""
+    for group in asdict(options).values():
+        for name, value in group.items():
+            if isinstance(value, int | float) and not abs(value) < 2**63:
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} must be a finite number below 2^63, got {value}")
 
 
 def _tyro(name: str, options: type, arguments: Sequence[str], **more: Any) -> Any:
@@ -202,8 +220,8 @@ def _tyro(name: str, options: type, arguments: Sequence[str], **more: Any) -> An
 
 
 @contextlib.contextmanager
-def _input_errors() -> Iterator[None]:
-    """Raise InputError for what tyro or a dataclass refuses."""
+def _input_errors(known: Sequence[str] = ()) -> Iterator[None]:
+    """Raise InputError for what tyro or a dataclass refuses; `known` are the options to suggest."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -211,21 +229,22 @@ def _input_errors() -> Iterator[None]:
     except SystemExit as end:
         if end.code in (0, None):
             raise
-        raise InputError(_one_line(said.getvalue())) from None
+        raise InputError(_one_line(said.getvalue(), known)) from None
     except BrokenPipeError:  # --help into a program that reads a part of it
         raise SystemExit(0) from None
     except ValueError as error:
         raise InputError(str(error)) from None
 
 
-def _one_line(box: str) -> str:
-    """The first paragraph of tyro's error box, and what it suggests, as one line."""
+def _one_line(box: str, known: Sequence[str]) -> str:
+    """The first paragraph of tyro's error box as one line, with the option that is the nearest."""
     box = re.sub(r"\x1b\[[\d;]*m", "", box)  # colours, on a terminal
     framed = box.lstrip().startswith("╭")  # else, on an ASCII terminal, the title is a paragraph
     lines = [line.strip("│ ") for line in box.splitlines() if not re.match("[╭╰]", line)]
     paragraphs = re.split(r"(?m)^[─-]+$", "\n".join(lines))
     text = " ".join(paragraphs[0 if framed or len(paragraphs) == 1 else 1].split())
     text = re.sub(r"^Error parsing (\w+: )?|\. Got errors: .*", "", text).rstrip(" .")
-    if similar := re.search(r"Perhaps you meant\W+(--[\w-]+)", box):
-        text += f" (perhaps you meant {similar[1]})"
+    unknown = re.search(r"Unrecognized options: (--[\w-]+)", text)
+    if unknown and (near := difflib.get_close_matches(unknown[1], known, n=1)):
+        text += f" (perhaps you meant {near[0]})"
     return ". ".join(filter(None, [text, hint(text), "--help lists the options"]))

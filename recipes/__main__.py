@@ -1,6 +1,7 @@
 """The front door: `python -m recipes [NAME [options]]`."""
 
 import difflib
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -60,4 +61,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    try:
+        end_process(main())
+    except KeyboardInterrupt:  # while torch is imported
+        end_process(128 + signal.SIGINT)

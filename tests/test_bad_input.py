@@ -1,16 +1,22 @@
 """Bad input ends with status 2 and one line; trouble while training with status 1 and one line."""
 
+import contextlib
+import io
 import json
 import re
 import socket
 import time
+from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies
 
 from common.training.models import ModelOptions, build_model
-from tests.conftest import Recipe
+from tests.conftest import ROOT, Recipe
 from tests.pool import Pool, call_main
 from tests.test_data import faulty_folder, flowers
 from tests.test_snapshot import Harmless
@@ -40,6 +46,10 @@ def assert_refused(pool: Pool, says: str, *options: str | Path, name: str = "ddp
         ("--global-batch-size 96 --batch-size-per-rank 48", "not both"),
         ("--data imagefolder", "needs --data-path"),
         ("--timeout-s nan", "--timeout-s"),
+        ("--timeout-s 9e15", "--timeout-s must be from 1 to 10000000"),
+        ("--cpu-threads 100000", "--cpu-threads must be from 1 to 1024"),
+        ("--weight-decay inf", "--weight-decay must be a finite number"),
+        ("--epoch 3", r"--epoch, 3 \(perhaps you meant --epochs\)"),
         ("--virtual-ranks 3", "not a power of two: 2 or 4 would be"),
         ("--virtual-ranks 2 --sync-bn", "and --sync-bn"),
         ("--virtual-ranks 2 --accumulate 2", "leave out --accumulate"),
@@ -52,6 +62,34 @@ def assert_refused(pool: Pool, says: str, *options: str | Path, name: str = "ddp
 )
 def test_options_that_cannot_work(pool: Pool, options: str, says: str) -> None:
     assert_refused(pool, says, *options.split())
+
+
+NUMBERS = [
+    (path.parent.name, f"--{option.name.replace('_', '-')}")
+    for path in sorted((ROOT / "recipes").glob("*/train.py"))
+    for group in fields(import_module(f"recipes.{path.parent.name}.train").Config)
+    for option in fields(group.type)  # type: ignore[arg-type]
+    if {int, float} & {option.type, *get_args(option.type)}
+]
+"""Every numeric option of every recipe."""
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    number=strategies.sampled_from(NUMBERS),
+    value=strategies.sampled_from(
+        ["0", "-1", "1", "nan", "inf", "-inf", "9e15", "1e308", str(2**63), str(10**30), "", "x"]
+    )
+    | (strategies.integers() | strategies.floats()).map(str),
+)
+def test_a_number_is_accepted_or_refused_in_one_line(number: tuple[str, str], value: str) -> None:
+    name, option = number
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        status = import_module(f"recipes.{name}.train").main(["--check", f"{option}={value}"])
+    assert status in (0, 2), said.getvalue()
+    assert said.getvalue().count("error:") == (status == 2), said.getvalue()
+    assert "Traceback" not in said.getvalue()
 
 
 def test_a_wrong_option_through_the_front_door(recipe: Recipe) -> None:

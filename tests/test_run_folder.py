@@ -1,15 +1,19 @@
 """A run's folder: one run at a time, nothing of others touched, nothing missing in silence."""
 
 import json
+import os
 import random
+import re
+import shlex
 import shutil
 import signal
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Recipe, Result, wait_for
+from tests.conftest import ROOT, Recipe, Result, wait_for
 from tests.pool import Pool, call_main
 
 SHORT = ("--nproc", "1", "--epochs", "2", "--snapshot-every", "7", "--log-every", "1")
@@ -156,6 +160,47 @@ def test_metrics_that_are_cut_are_written_again(
     else:
         assert status == 2, said
         assert "metrics.jsonl" in said
+
+
+def test_ctrl_c_says_from_where_the_run_can_resume(recipe: Recipe) -> None:
+    process = recipe.start(*recipe.command("ddp_launch", "--epochs", "300"))
+    wait_for(lambda: list(recipe.tmp_path.glob("run/snapshots/*.pt")))
+    os.killpg(process.pid, signal.SIGINT)
+    result = recipe.finish(process, recipe.tmp_path / "run")
+    assert result.status == 130
+    said = [line for line in result.stderr.splitlines() if line.startswith("interrupted at step")]
+    assert len(said) == 1, result.stderr
+    assert re.search(rf"the last snapshot is of step \d+: .*--output-dir {result.folder}", said[0])
+    assert "Traceback" not in result.stderr
+
+
+def test_training_goes_on_when_nobody_reads(recipe: Recipe) -> None:
+    """As in `python -m recipes ... 2>&1 | head -1`."""
+    command = shlex.join(recipe.command("ddp_launch", *SHORT))
+    script = f"{command} 2>&1 | head -1; exit ${{PIPESTATUS[0]}}"
+    result = recipe.finish(recipe.start("bash", "-c", script), recipe.tmp_path / "run")
+    assert result.status == 0, result.stdout
+    assert result.stdout.count("\n") == 1
+    assert steps(result.folder) == list(range(1, 29))
+
+
+def test_a_port_that_is_taken_is_refused(recipe: Recipe) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for name in ("ddp_launch", "ddp_spawn"):
+            result = recipe(name, "--nproc", "2", "--master-port", port)
+            assert (result.status, len(result.errors)) == (2, 1), result.stderr
+            assert f"port {port} on" in result.errors[0]
+
+
+def test_an_interpreter_without_torch_is_named(recipe: Recipe) -> None:
+    package = recipe.tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ModuleNotFoundError('no torch', name='torch')")
+    path = f"{recipe.tmp_path}{os.pathsep}{ROOT}"
+    result = recipe("ddp_launch", "--nproc", "1", env={"PYTHONPATH": path})
+    assert (result.status, len(result.errors)) == (2, 1), result.stderr
+    assert "has no package torch: run make venv" in result.errors[0]
 
 
 @pytest.mark.slow

@@ -27,7 +27,8 @@ from common.launch.ranks import Ranks
 
 def say(text: str) -> None:
     """Write to stderr at once."""
-    print(text.rstrip(), file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the terminal is gone, or its disk is full
+        print(text.rstrip(), file=sys.stderr, flush=True)
 
 
 def report(error: Exception, ranks: Ranks) -> int:

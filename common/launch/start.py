@@ -212,7 +212,10 @@ def supervise(children: Sequence[Child], errors: Path) -> int:
                     child.kill(signal.SIGKILL)
             time.sleep(0.02)
         return show_cause(failed, silent, errors)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # the ranks got the signal too, and may have something to say
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline and any(c.status() is None for c in pending.values()):
+            time.sleep(0.02)
         return 128 + signal.SIGINT
     finally:
         for child in pending.values():

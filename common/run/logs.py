@@ -3,6 +3,7 @@
 import logging
 import sys
 import threading
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ def progress_bar(
         unit=unit,
         desc=desc,
         mininterval=0.1 if sys.stderr.isatty() else 30.0,
+        file=_Quiet(sys.stderr),
         disable=not ranks.is_main,
     )
 
@@ -64,7 +66,28 @@ class _Terminal(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         mark = "warning: " if record.levelno >= logging.WARNING else ""
         line = f"{mark}{record.getMessage()}"
-        if sys.stderr.isatty():
-            tqdm.write(line, file=sys.stdout)  # keeps the progress bar intact
-        else:
-            print(line, flush=True)
+        with suppress(OSError, ValueError):  # training continues without a terminal
+            if sys.stderr.isatty():
+                tqdm.write(line, file=sys.stdout)  # keeps the progress bar intact
+            else:
+                print(line, flush=True)
+
+
+class _Quiet:
+    """A stream whose reader may end: what it can no longer take is dropped."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        """Write, if anybody reads."""
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        """Flush, if anybody reads."""
+        with suppress(OSError, ValueError):
+            self._stream.flush()

@@ -5,6 +5,7 @@ resume depends, is here in one place.
 """
 
 import os
+import signal
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from common.errors import StopRequested
 from common.files import save_weights
 from common.group.collectives import gather_numbers
 from common.group.stop import StopAgreement
+from common.launch.report import say
 from common.run import snapshot, snapshot_files
 from common.run.folder import Run
 from common.run.logs import log, progress_bar
@@ -75,6 +77,8 @@ class Loop:
     def epochs(self) -> range:
         """Begin to listen for stop signals; return the epochs still to do, counted from 0."""
         self._stop, self._speed = StopAgreement(), Throughput(self.run.devices)
+        if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is ignored
+            signal.signal(signal.SIGINT, self._interrupt)
         self._progress = progress_bar(self.last_step, self.state.step, self.run.ranks)
         first, end = self.state.epoch, -(-self.last_step // self.batches.steps_per_epoch)
         return range(first, max(end, first + 1))  # perhaps only the last evaluation is missing
@@ -185,6 +189,20 @@ class Loop:
         }
         self.run.finish(state_dict, **(summary | more))
         self._stop.release()  # only now: a signal shortly before the end lets the run finish
+        if signal.getsignal(signal.SIGINT) == self._interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _interrupt(self, _number: int, _frame: object) -> NoReturn:
+        """Ctrl-C: end at once, and say from where the run can resume."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        saved = self.state.saved_step
+        kept = f"the last snapshot is of step {saved}" if saved >= 0 else "there is no snapshot yet"
+        if self.run.ranks.is_main:
+            say(
+                f"\ninterrupted at step {self.state.step}; {kept}: to resume, run the same command "
+                f"with --output-dir {self.run.folder}"
+            )
+        raise KeyboardInterrupt
 
     def _leave(self) -> NoReturn:
         self.save()

@@ -57,18 +57,18 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
-        for name, minimum in (
-            ("snapshot_every", 0),
-            ("keep_snapshots", 1),
-            ("log_every", 1),
-            ("seed", 0),
-            ("cpu_threads", 1),
-            ("timeout_s", 1),
+        for name, least, most in (
+            ("snapshot_every", 0, math.inf),
+            ("keep_snapshots", 1, math.inf),
+            ("log_every", 1, math.inf),
+            ("seed", 0, math.inf),
+            ("cpu_threads", 1, 1024),
+            ("timeout_s", 1, 10**7),
         ):
-            if not minimum <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"--{name.replace('_', '-')} must be at least {minimum}: {getattr(self, name)}"
-                )
+            value, option = getattr(self, name), name.replace("_", "-")
+            if not least <= value <= most:
+                limit = f"at least {least}" if value < least else f"from {least} to {most}"
+                raise ValueError(f"--{option} must be {limit}, got {value}")
 
 
 def flatten(config: Any) -> Options:

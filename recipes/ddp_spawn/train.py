@@ -164,10 +164,10 @@ def worker(local_rank: int, config: Config, nproc: int, store: socket) -> None:
     end_process(run_rank(lambda: train(config, ranks), ranks))
 
 
-def spawn(config: Config, nproc: int) -> int:
+def spawn(config: Config, nproc: int, port: int) -> int:
     """Start `nproc` ranks on this machine and wait for them; returns the exit status."""
-    errors = make_error_file()
-    with listen("127.0.0.1", 0) as store:
+    with listen("127.0.0.1", port) as store:
+        errors = make_error_file()
         context = start_processes(
             worker, (config, nproc, store), nprocs=nproc, join=False, start_method="spawn"
         )

@@ -73,6 +73,8 @@ class TuneOptions:
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
+        if self.seed < 0:
+            raise ValueError(f"--seed must be at least 0, got {self.seed}")
         for name in ("global_batch_size", "samples", "rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
