@@ -26,7 +26,8 @@ def start_rank(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    return recipe.start(*recipe.command("ddp_launch", "--epochs", "1"), env=env)
+    command = recipe.command("ddp_launch", "--epochs", "1")
+    return recipe.start("env", "--default-signal=HUP", *command, env=env)  # under nohup, too
 
 
 def free_port() -> int:

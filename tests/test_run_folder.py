@@ -163,7 +163,8 @@ def test_metrics_that_are_cut_are_written_again(
 
 
 def test_ctrl_c_says_from_where_the_run_can_resume(recipe: Recipe) -> None:
-    process = recipe.start(*recipe.command("ddp_launch", "--epochs", "300"))
+    command = recipe.command("ddp_launch", "--epochs", "300")
+    process = recipe.start("env", "--default-signal=INT", *command)  # in a background, too
     wait_for(lambda: list(recipe.tmp_path.glob("run/snapshots/*.pt")))
     os.killpg(process.pid, signal.SIGINT)
     result = recipe.finish(process, recipe.tmp_path / "run")
