@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import gc
 import io
+import math
 import os
 import re
 import sys
@@ -205,9 +206,11 @@ def _refuse_endless_numbers(options: Any) -> None:
     """Raise ValueError for a number that is infinite, not a number, or too large for torch."""
     for group in asdict(options).values():
         for name, value in group.items():
-            if isinstance(value, int | float) and not abs(value) < 2**63:
-                option = name.replace("_", "-")
-                raise ValueError(f"--{option} must be a finite number below 2^63, got {value}")
+            option = name.replace("_", "-")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"--{option} must be a finite number, got {value}")
+            if isinstance(value, int) and abs(value) >= 2**63:
+                raise ValueError(f"--{option} must be below 2^63, got {value}")
 
 
 def _tyro(name: str, options: type, arguments: Sequence[str], **more: Any) -> Any:
