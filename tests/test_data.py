@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import os
 import pickle
+import shutil
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from sklearn.datasets import load_sample_images
 from torch import nn
 from torchvision import transforms as v1
@@ -235,11 +236,35 @@ def faulty_folder(root: Path, fault: str) -> str:
         return "rose has no images"
     if fault == "no classes":
         return "no sub-folders"
+    if fault == "16 bits":
+        pixels = np.full((8, 8), 40_000, np.uint16)
+        Image.fromarray(pixels).save(root / "daisy" / "deep.png")
+        return r"deep\.png has more than 8 bits per channel \(mode I;16"
+    if fault == "floats":
+        Image.fromarray(np.full((8, 8), 0.5, np.float32)).save(root / "daisy" / "deep.tiff")
+        return r"deep\.tiff has more than 8 bits per channel \(mode F\)"
+    if fault == "one class":
+        shutil.rmtree(root / "tulip")
+        return r"only one class \(daisy\)"
+    if fault == "other classes to validate on":
+        for part, names in (("train", ("daisy", "tulip")), ("val", ("daisy", "tulip", "rose"))):
+            flowers(root / part, names=names)
+        return "val has classes that train has not: rose"
+    if fault in ("train valid test", "Train Val", "train"):
+        shutil.rmtree(root)
+        for part in fault.split():
+            flowers(root / part)
+        return "which are no classes: name the folders train and val"
     raise AssertionError(fault)
 
 
 @pytest.mark.parametrize(
-    "fault", ["truncated JPEG", "tiny", "text named .jpg", "empty class", "no classes"]
+    "fault",
+    [
+        *("truncated JPEG", "tiny", "text named .jpg", "empty class", "no classes"),
+        *("16 bits", "floats", "one class", "other classes to validate on"),
+        *("train valid test", "Train Val", "train"),
+    ],
 )
 def test_a_bad_image_folder_is_named_before_training(tmp_path: Path, fault: str) -> None:
     says = faulty_folder(tmp_path / "data", fault)
@@ -397,3 +422,32 @@ def test_a_path_that_is_not_there(tmp_path: Path) -> None:
         load(data="imagefolder", data_path=tmp_path / "none")
     with pytest.raises(ValueError, match="needs --data-path"):
         DataOptions(data="cifar10")
+
+
+def test_what_programs_leave_among_the_images_is_no_data(tmp_path: Path) -> None:
+    root = flowers(tmp_path / "data")
+    before = load(data="imagefolder", data_path=root)
+    photo(root / "daisy" / ".ipynb_checkpoints" / "daisy 0-checkpoint.jpg", 0)
+    (root / "daisy" / "._daisy 0.jpg").write_bytes(b"a resource fork of macOS")
+    photo(root / "__MACOSX" / "daisy" / "daisy 0.jpg", 0)
+    os.mkfifo(root / "daisy" / "pipe.jpg")  # opening it would wait for ever
+    after = load(data="imagefolder", data_path=root)
+    assert after.class_names == ["daisy", "tulip"]
+    assert after.fingerprint == before.fingerprint
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_photo_is_turned_as_the_camera_was_held(
+    tmp_path: Path, orientation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By both decoders, to the same bytes."""
+    pixels = np.zeros((16, 32, 3), np.uint8)
+    pixels[:8, :, 0] = pixels[:, :8, 1] = 255
+    image = Image.fromarray(pixels)
+    image.getexif()[0x0112] = orientation
+    image.save(tmp_path / "a.jpg", exif=image.getexif())
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(tmp_path / "a.jpg")))
+    for decoder in {image_folder.fast_jpeg(), None}:
+        monkeypatch.setattr(image_folder, "fast_jpeg", lambda found=decoder: found)
+        found, _ = image_folder.ImageFiles([(tmp_path / "a.jpg", 0)])[0]
+        assert np.array_equal(found.permute(1, 2, 0).numpy(), expected)

@@ -24,6 +24,11 @@ from common.seeds import mix
 
 log = logging.getLogger("recipes")
 
+_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
+
+_DEEP_MODES = {"I", "I;16", "I;16B", "I;16L", "I;16N", "F"}
+"""Pillow's modes of more than 8 bits per channel, which convert("RGB") cuts off."""
+
 SUFFIXES = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".webp", ".tif", ".tiff"}
 
 
@@ -47,20 +52,48 @@ def list_images(
     folders = [root / "train", root / "val"]
     if not all(folder.is_dir() for folder in folders):
         folders = [root]
-    classes = (d.name for d in folders[0].iterdir() if d.is_dir())
-    names = sorted(name for name in classes if not name.startswith("."))
+    names = _class_names(folders[0])
     if not names:
         raise InputError(f"--data-path {folders[0]} has no sub-folders: make one per class")
+    if {name.lower() for name in names} <= _SPLITS:
+        raise InputError(
+            f"--data-path {folders[0]} holds {', '.join(names)}, which are no classes: name the "
+            "folders train and val, with one sub-folder per class in each"
+        )
+    if len(names) == 1:
+        raise InputError(
+            f"--data-path {folders[0]} has only one class ({names[0]}): two are needed"
+        )
+    if unknown := set(_class_names(folders[-1])) - set(names):
+        raise InputError(
+            f"{folders[-1]} has classes that train has not: {', '.join(sorted(unknown))}"
+        )
     files, *val = (_list_classes(folder, names) for folder in folders)
     if not val:
         return names, files, *_split_by_class(files, seed)
     return names, files + val[0], range(len(files)), range(len(files), len(files + val[0]))
 
 
+def _class_names(folder: Path) -> list[str]:
+    return sorted(
+        path.name for path in folder.iterdir() if path.is_dir() and _is_data(path, folder)
+    )
+
+
+def _is_data(path: Path, folder: Path) -> bool:
+    """Whether a person put `path` there, and not an editor, a notebook or macOS."""
+    parts = path.relative_to(folder).parts
+    return not any(part.startswith(".") or part == "__MACOSX" for part in parts)
+
+
 def _list_classes(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
     files: list[tuple[Path, int]] = []
     for label, name in enumerate(names):
-        found = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in SUFFIXES)
+        found = sorted(
+            path
+            for path in (folder / name).rglob("*")
+            if path.suffix.lower() in SUFFIXES and _is_data(path, folder) and path.is_file()
+        )
         if not found:
             raise InputError(
                 f"class folder {folder / name} has no images ({', '.join(sorted(SUFFIXES))})"
@@ -118,7 +151,7 @@ def verify_once(files: list[tuple[Path, int]], copy: str, ranks: Ranks) -> None:
     Raises:
         InputError: on all ranks, if one of them finds an image that cannot be decoded.
     """
-    marker, known = Path("torch-recipes", "verified", copy), False
+    marker, known = Path("torch-recipes", "verified-2", copy), False
     with suppress(OSError, RuntimeError):  # no home folder, or it cannot be read
         marker = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / marker
         known = marker.is_file()
@@ -164,6 +197,8 @@ def _image_fault(path: Path) -> str | None:
 
     try:
         with Image.open(path) as image:
+            if image.mode in _DEEP_MODES:
+                return f"{path} has more than 8 bits per channel (mode {image.mode})"
             # A JPEG is then decoded at this size, which is faster and still reads the whole file.
             image.draft("RGB", (max(1, image.width // 8), max(1, image.height // 8)))
             image.load()
@@ -208,11 +243,14 @@ def _decoded(path: Path) -> Tensor:
         with suppress(RuntimeError, ValueError):  # Pillow tells what is wrong, or can decode it
             image = decode(path)
             return image
-    from PIL import Image
+    from PIL import Image, ImageOps
     from torchvision.transforms.v2.functional import pil_to_tensor
 
     with Image.open(path) as opened:
-        image = pil_to_tensor(opened.convert("RGB"))
+        if opened.mode in _DEEP_MODES:
+            raise ValueError(f"it has more than 8 bits per channel (mode {opened.mode})")
+        # Turned as the camera was held, as TorchCodec does it.
+        image = pil_to_tensor(ImageOps.exif_transpose(opened).convert("RGB"))
     return image
 
 
