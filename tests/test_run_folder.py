@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import TrainingError
+from common.launch.ranks import Ranks
+from common.run.folder import Run
 from tests.conftest import ROOT, Recipe, Result, wait_for
 from tests.pool import Pool, call_main
 
@@ -183,6 +186,28 @@ def test_training_goes_on_when_nobody_reads(recipe: Recipe) -> None:
     assert result.status == 0, result.stdout
     assert result.stdout.count("\n") == 1
     assert steps(result.folder) == list(range(1, 29))
+
+
+def test_training_goes_on_without_its_curves(recipe: Recipe) -> None:
+    process = recipe.start(*recipe.command("ddp_launch", *SHORT, "--epochs", "300"))
+    folder = recipe.tmp_path / "run"
+    wait_for(lambda: list(folder.glob("snapshots/*.pt")))
+    shutil.rmtree(folder / "tensorboard")
+    wait_for(lambda: "no more curves" in (folder / "logs" / "rank_0.log").read_text(), 200)
+    process.send_signal(signal.SIGTERM)
+    result = recipe.finish(process, folder)
+    assert (result.status, result.errors) == (75, [])
+
+
+def test_metrics_that_cannot_be_written_are_named() -> None:
+    run = Run.__new__(Run)
+    run.ranks = Ranks()
+    says = r"cannot write /dev/full \(No space left on device\)"
+    with (
+        Path("/dev/full").open("ab", buffering=0) as run._metrics,
+        pytest.raises(TrainingError, match=says),
+    ):
+        run.metrics(1, 0, loss=1.0)
 
 
 def test_a_port_that_is_taken_is_refused(recipe: Recipe) -> None:

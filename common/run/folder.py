@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.data.datasets import Data
-from common.errors import InputError
+from common.errors import InputError, TrainingError
 from common.files import (
     lock,
     mebibytes,
@@ -173,12 +174,22 @@ class Run:
         """Add a line to metrics.jsonl and the scalars to TensorBoard, on rank 0."""
         if not self.ranks.is_main:
             return
-        line = json.dumps({"step": step, "epoch": epoch, **values}, allow_nan=False)
-        self._metrics.write(line.encode() + b"\n")
-        self._metrics.flush()
-        self._metrics_hash.update(line.encode() + b"\n")
-        for name, value in values.items():
-            self._tensorboard.add_scalar(_IN_TENSORBOARD.get(name, name), value, step)
+        line = json.dumps({"step": step, "epoch": epoch, **values}, allow_nan=False) + "\n"
+        try:
+            self._metrics.write(line.encode())
+            self._metrics.flush()
+        except OSError as error:
+            raise TrainingError(
+                f"cannot write {self._metrics.name} ({error.strerror}): mend this, then run the "
+                "same command to resume from the last snapshot"
+            ) from error
+        self._metrics_hash.update(line.encode())
+        try:
+            for name, value in values.items() if self._tensorboard else ():
+                self._tensorboard.add_scalar(_IN_TENSORBOARD.get(name, name), value, step)
+        except OSError as error:
+            log.warning(f"no more curves for TensorBoard: {error}")
+            self._tensorboard = None
 
     def metrics_so_far(self) -> tuple[int, str]:
         """Length and SHA-256 of metrics.jsonl, which is now on the disk; 0 on other ranks."""
@@ -202,7 +213,9 @@ class Run:
             "weights_sha256": weights_sha256(weights),
         }
         write_json(self.folder / "summary.json", content)
-        self._tensorboard.close()
+        with suppress(OSError):
+            if self._tensorboard:
+                self._tensorboard.close()
         self._metrics.close()
         self._lock.close()
         self._show(content)

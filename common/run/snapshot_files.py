@@ -4,10 +4,12 @@ A snapshot is one file, `step_00000120.<first 16 hex digits of its SHA-256>.pt`:
 part of the name, so one rename publishes both.
 """
 
+import errno
 import hashlib
 import logging
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,12 @@ from common.group.collectives import agreed, broadcast
 from common.run.options import Options, refuse_another_run, refuse_unlike_rank_0
 
 FORMAT = 3
+
+_FIXES = {
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room within your quota",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+}
 log = logging.getLogger("recipes")
 
 
@@ -45,9 +53,11 @@ def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
         os.fsync(directory)
         os.close(directory)
     except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        fix = _FIXES.get(getattr(error, "errno", errno.ENOSPC), "make the folder writable")
         raise TrainingError(
-            f"cannot write a snapshot into {folder} ({str(error).splitlines()[0]}): make room, "
+            f"cannot write a snapshot into {folder} ({str(error).splitlines()[0]}): {fix}, "
             "then run the same command to resume from the last snapshot"
         ) from error
     return path
