@@ -23,7 +23,7 @@ from benchmarks.turns import Case, Way, run_both
 from common.data.datasets import DataOptions
 from common.figure import save_figure
 from common.launch.ranks import Ranks
-from common.run.logs import progress_bar
+from common.terminal import progress_bar
 from common.training.ddp import average_in_bf16
 from common.training.models import ModelOptions, build_model
 from tests.test_two_hosts import ADDRESSES, two_hosts

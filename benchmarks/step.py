@@ -12,7 +12,7 @@ from common.data.datasets import DataOptions
 from common.figure import save_figure
 from common.files import read_metrics
 from common.launch.ranks import Ranks
-from common.run.logs import progress_bar
+from common.terminal import progress_bar
 from common.training.models import ModelOptions
 from tools.comparison import spread
 

@@ -7,6 +7,7 @@ One room per question; imports point down this list only (tests/test_house.py):
     data/  training/    samples and batches; model, optimizer, gradients, evaluation
     throughput          speed and memory of a run
     group/              devices, the rendezvous of the ranks, what they tell each other
+    terminal            what rank 0 shows: lines and progress bars
     launch/             who am I; start, end and explain ranks
     machine, stack      what is recorded of this machine; versions of CUDA, NCCL and the driver
     files, options      files and folders; options that change no number

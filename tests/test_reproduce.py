@@ -159,7 +159,7 @@ def test_the_command_again(typed: str) -> None:
     assert reproduce.command_again(run, "ranks", 2, folder) == ["x", "--nproc", "2", *common]
     assert reproduce.command_again(run, "one", None, folder) == ["x", *common]
     submitit = run_of("one", {}, manifest={"command": "python -m submitit.core._submit folder"})
-    with pytest.raises(InputError, match="give --against"):
+    with pytest.raises(InputError, match="with --against"):
         reproduce.command_again(submitit, "ranks", None, folder)
 
 

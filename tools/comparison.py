@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common.launch.ranks import Ranks
-from common.run.logs import progress_bar
+from common.terminal import progress_bar
 from tools.fresh import run_fresh
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from common.figure import save_figure
 from common.files import mebibytes
 from common.launch.process import end_with_parent
 from common.launch.ranks import Ranks
-from common.run.logs import progress_bar
+from common.terminal import progress_bar
 from tools.command import Parser
 from tools.comparison import median, spread
 

@@ -21,9 +21,9 @@ from common.group.stop import StopAgreement
 from common.launch.report import say
 from common.run import snapshot, snapshot_files
 from common.run.folder import Run
-from common.run.logs import log, progress_bar
 from common.run.snapshot import Stateful, TrainingState
 from common.seeds import seed_everything
+from common.terminal import log, progress_bar
 from common.throughput import Throughput, peak_memory_bytes
 from common.training.evaluate import Evaluation
 from common.training.optimizer import OptimizerOptions

@@ -36,12 +36,13 @@ from common.launch.port import listen
 from common.launch.process import end_process, run_rank
 from common.launch.ranks import Ranks
 from common.launch.start import Child, make_error_file, supervise
+from common.run.announce import announce
 from common.run.folder import Run
-from common.run.logs import announce, set_up_logs
 from common.run.loop import Loop
 from common.run.options import RunOptions
 from common.run.snapshot import Stateful
 from common.seeds import mixed_precision, seed_everything, set_determinism
+from common.terminal import set_up_logs
 from common.training.ddp import (
     ParallelOptions,
     micro_batches,

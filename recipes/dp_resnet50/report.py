@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from common.files import mebibytes
-from common.run.logs import log
+from common.terminal import log
 
 
 class Utilization:

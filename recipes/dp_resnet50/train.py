@@ -39,12 +39,13 @@ from common.group.devices import choose_devices
 from common.group.process_group import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
+from common.run.announce import announce
 from common.run.folder import Run
-from common.run.logs import announce, log, set_up_logs
 from common.run.loop import Loop
 from common.run.options import RunOptions
 from common.run.snapshot import Stateful
 from common.seeds import mixed_precision, seed_everything, set_determinism
+from common.terminal import log, set_up_logs
 from common.training.ddp import warm_up
 from common.training.evaluate import evaluate
 from common.training.models import ModelOptions, build_model, prepare_model, set_train_mode

@@ -8,8 +8,8 @@ from typing import Any
 from common.figure import save_figure
 from common.files import write_json
 from common.launch.ranks import Ranks
-from common.run.logs import log, progress_bar
 from common.seeds import seed_everything
+from common.terminal import log, progress_bar
 from common.training.evaluate import evaluate
 
 LESSON_EPOCHS = 6

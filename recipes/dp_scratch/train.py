@@ -39,12 +39,13 @@ from common.group.process_group import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
 from common.options import free
+from common.run.announce import announce
 from common.run.folder import Run
-from common.run.logs import announce, log, set_up_logs
 from common.run.loop import Loop
 from common.run.options import RunOptions
 from common.run.snapshot import Stateful
 from common.seeds import mixed_precision, seed_everything, set_determinism
+from common.terminal import log, set_up_logs
 from common.training.evaluate import evaluate
 from common.training.optimizer import OptimizerOptions, SmallBatchOptions
 from recipes.dp_scratch.lenet import initialize, lenet, refuse_other_images

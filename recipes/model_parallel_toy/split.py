@@ -13,7 +13,7 @@ from common.data.datasets import Arrays, ArraySamples, Data
 from common.errors import InputError
 from common.group.collectives import gather_to_rank_0
 from common.options import free
-from common.run.logs import log
+from common.terminal import log
 from common.training.ddp import warm_up
 from common.training.models import ModelOptions, build_model
 

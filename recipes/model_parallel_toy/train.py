@@ -37,12 +37,13 @@ from common.group.devices import choose_device, choose_devices
 from common.group.process_group import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
+from common.run.announce import announce
 from common.run.folder import Run
-from common.run.logs import announce, set_up_logs
 from common.run.loop import Loop
 from common.run.options import RunOptions
 from common.run.snapshot import Stateful
 from common.seeds import mixed_precision, seed_everything, set_determinism
+from common.terminal import set_up_logs
 from common.training.evaluate import evaluate
 from common.training.optimizer import OptimizerOptions, make_sgd, set_lr
 from recipes.model_parallel_toy.split import (

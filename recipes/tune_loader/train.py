@@ -40,9 +40,10 @@ from common.group.process_group import process_group
 from common.launch.hints import SHARED_MEMORY_HINT
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
-from common.run.logs import device_in_words, log, progress_bar, set_up_logs
+from common.run.announce import device_in_words
 from common.run.manifest import describe_run
 from common.run.options import flatten
+from common.terminal import log, progress_bar, set_up_logs
 from recipes.tune_loader.streams import make_stream_loader
 
 NAME = "tune_loader"

@@ -33,8 +33,8 @@ from common.launch.port import listen
 from common.launch.process import run_rank
 from common.launch.ranks import Ranks
 from common.machine import describe_machine
-from common.run.logs import progress_bar
 from common.run.options import RunOptions
+from common.terminal import progress_bar
 from common.training.optimizer import OptimizerOptions
 from recipes.ddp_launch.train import Config, train
 

@@ -6,13 +6,9 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
-from common.group.devices import choose_backend
-from common.group.host import usable_cores
 from common.launch.ranks import Ranks
-from common.run.options import RunOptions
 
 log = logging.getLogger("recipes")
 tqdm.set_lock(threading.RLock())  # tqdm's default lock is a semaphore, which a killed rank leaks
@@ -25,26 +21,6 @@ def set_up_logs(ranks: Ranks) -> None:
     log.propagate = False
     if ranks.is_main:
         log.addHandler(_Terminal())
-
-
-def announce(recipe: str, options: RunOptions, ranks: Ranks, device: torch.device) -> None:
-    """Say how many processes train, on which device, and whether CPU cores stay idle."""
-    backend = choose_backend(options.backend, device)
-    log.info(
-        f"{recipe}: world_size {ranks.world_size} (launcher: {ranks.launcher}), "
-        f"device {device_in_words(options.device, device)}, backend {backend}, {options.precision}"
-    )
-    busy, cores = ranks.local_world_size * options.cpu_threads, usable_cores()
-    if device.type == "cpu" and busy < cores:
-        log.info(
-            f"training uses {busy} of {cores} CPU cores: to use more, give a larger --nproc (if "
-            "the recipe has it) or --cpu-threads (changes the bits)"
-        )
-
-
-def device_in_words(asked: str, device: torch.device) -> str:
-    """The kind of device, with a note if `--device auto` found no GPU."""
-    return f"{device.type}{' (no GPU visible)' if (asked, device.type) == ('auto', 'cpu') else ''}"
 
 
 def progress_bar(
