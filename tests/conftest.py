@@ -203,6 +203,14 @@ def make_run(nproc: int, options: tuple[str, ...], tmp_path: Path) -> Result:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def own_signals() -> None:
+    """The commands hear Ctrl-C and a lost terminal under nohup and in a background, too."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)  # a handler is not inherited, ignoring is
+
+
+@pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A cache folder for the tests: runs neither read nor write the user's."""
     with pytest.MonkeyPatch.context() as patch:

@@ -26,8 +26,7 @@ def start_rank(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    command = recipe.command("ddp_launch", "--epochs", "1")
-    return recipe.start("env", "--default-signal=HUP", *command, env=env)  # under nohup, too
+    return recipe.start(*recipe.command("ddp_launch", "--epochs", "1"), env=env)
 
 
 def free_port() -> int:

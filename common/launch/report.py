@@ -49,7 +49,10 @@ def report(error: Exception, ranks: Ranks) -> int:
         else:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-            get_error_handler().record_exception(error)
+            try:
+                raise error
+            except Exception:  # it records the exception that is being handled
+                get_error_handler().record_exception(error)
     if errors := os.environ.get("RECIPES_ERRORS"):
         entry = {
             "rank": ranks.rank,
