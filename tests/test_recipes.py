@@ -627,7 +627,7 @@ def test_a_compiled_model_trains_alike_and_goes_on_to_the_bit(recipe: Recipe) ->
     ("name", "options"),
     [
         ("ddp_launch", "--epochs 1"),
-        ("dp_resnet50", "ddp --model resnet18 --max-steps 2"),
+        ("dp_resnet50", "--model resnet18 --max-steps 2"),
         ("dp_scratch", "--epochs 1"),
         ("model_parallel_toy", "--model toy --max-steps 2"),
         ("checkpoint_rnn", "--length 64 --hidden-size 8"),
