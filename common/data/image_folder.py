@@ -26,8 +26,8 @@ log = logging.getLogger("recipes")
 
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
-_DEEP_MODES = {"I", "I;16", "I;16B", "I;16L", "I;16N", "F"}
-"""Pillow's modes of more than 8 bits per channel, which convert("RGB") cuts off."""
+_DEEP = ("I", "F")
+"""Begin Pillow's modes of more than 8 bits per channel, which convert("RGB") cuts off."""
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".webp", ".tif", ".tiff"}
 
@@ -75,9 +75,7 @@ def list_images(
 
 
 def _class_names(folder: Path) -> list[str]:
-    return sorted(
-        path.name for path in folder.iterdir() if path.is_dir() and _is_data(path, folder)
-    )
+    return sorted(p.name for p in folder.iterdir() if p.is_dir() and _is_data(p, folder))
 
 
 def _is_data(path: Path, folder: Path) -> bool:
@@ -197,7 +195,7 @@ def _image_fault(path: Path) -> str | None:
 
     try:
         with Image.open(path) as image:
-            if image.mode in _DEEP_MODES:
+            if image.mode.startswith(_DEEP):
                 return f"{path} has more than 8 bits per channel (mode {image.mode})"
             # A JPEG is then decoded at this size, which is faster and still reads the whole file.
             image.draft("RGB", (max(1, image.width // 8), max(1, image.height // 8)))
@@ -247,7 +245,7 @@ def _decoded(path: Path) -> Tensor:
     from torchvision.transforms.v2.functional import pil_to_tensor
 
     with Image.open(path) as opened:
-        if opened.mode in _DEEP_MODES:
+        if opened.mode.startswith(_DEEP):
             raise ValueError(f"it has more than 8 bits per channel (mode {opened.mode})")
         # Turned as the camera was held, as TorchCodec does it.
         image = pil_to_tensor(ImageOps.exif_transpose(opened).convert("RGB"))
