@@ -245,7 +245,7 @@ def faulty_folder(root: Path, fault: str) -> str:
         return r"deep\.tiff has more than 8 bits per channel \(mode F\)"
     if fault == "one class":
         shutil.rmtree(root / "tulip")
-        return r"only one class \(daisy\)"
+        return r"one class only \(daisy\)"
     if fault == "other classes to validate on":
         for part, names in (("train", ("daisy", "tulip")), ("val", ("daisy", "tulip", "rose"))):
             flowers(root / part, names=names)

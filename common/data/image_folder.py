@@ -61,9 +61,7 @@ def list_images(
             "folders train and val, with one sub-folder per class in each"
         )
     if len(names) == 1:
-        raise InputError(
-            f"--data-path {folders[0]} has only one class ({names[0]}): two are needed"
-        )
+        raise InputError(f"--data-path {folders[0]} has one class only ({names[0]}), not two")
     if unknown := set(_class_names(folders[-1])) - set(names):
         raise InputError(
             f"{folders[-1]} has classes that train has not: {', '.join(sorted(unknown))}"
