@@ -89,7 +89,7 @@ def lock(folder: Path, patience_s: float = 120.0) -> IO[str]:
         InputError: another process owns the folder.
     """
     file, here = (folder / ".lock").open("a+"), f"host {socket.gethostname()}"
-    deadline = time.monotonic() + patience_s
+    deadline, waits = time.monotonic() + patience_s, False
     while True:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not held by forks, unlike flock
@@ -103,10 +103,14 @@ def lock(folder: Path, patience_s: float = 120.0) -> IO[str]:
         file.seek(0)
         owner = file.read() or "another process"
         if owner.startswith(f"{here},") or time.monotonic() > deadline:
+            file.close()
             raise InputError(
                 f"{folder} belongs to a run that is still going ({owner}): wait for its end, or "
                 "choose another --output-dir"
             )
+        if not waits:
+            log.info(f"{folder} belongs to {owner}: waiting up to {patience_s:.0f} s for its end")
+        waits = True
         time.sleep(0.5)
     file.truncate(0)
     file.write(f"{here}, process {os.getpid()}")

@@ -1,6 +1,7 @@
 """A run's folder: one run at a time, nothing of others touched, nothing missing in silence."""
 
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -10,10 +11,12 @@ import signal
 import socket
 import time
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
-from common.errors import TrainingError
+from common.errors import InputError, TrainingError
+from common.files import lock
 from common.launch.ranks import Ranks
 from common.run.folder import Run
 from tests.conftest import ROOT, Recipe, Result, wait_for
@@ -264,3 +267,27 @@ def test_a_damaged_record_is_named(
     if name == "manifest.json":
         assert sha(folder) == sha(finished)
         assert json.loads((folder / name).read_text())["seed"] == 0
+
+
+def hold(folder: Path, name: str) -> None:
+    """Own a folder as a process of another host would, until the process is killed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: name)
+        file = lock(folder)
+    (folder / "held").touch()
+    time.sleep(600)
+    file.close()
+
+
+def test_the_lock_of_another_host_is_waited_for(tmp_path: Path) -> None:
+    """A network file system gives back the lock of a dead host late."""
+    process = multiprocessing.get_context("spawn").Process(target=hold, args=(tmp_path, "other"))
+    process.start()
+    wait_for((tmp_path / "held").exists)
+    with pytest.raises(InputError, match="still going \\(host other, process"):
+        lock(tmp_path, patience_s=1.0)
+    Timer(1.0, process.kill).start()
+    with lock(tmp_path, patience_s=60.0) as file:
+        file.seek(0)
+        assert file.read() == f"host {socket.gethostname()}, process {os.getpid()}"
+    process.join()
