@@ -1043,7 +1043,7 @@ def test_a_slow_link_and_a_wrong_clock_are_found(submit: Submitter) -> None:
     assert links["n3"]["bytes_per_s"] < 2 * 12.5e6 < links["n2"]["bytes_per_s"]
     assert abs(links["n3"]["clock_ahead_s"] - 5) <= links["n3"]["within_s"]
     assert info["ExitCode"] == "1:0"
-    assert re.search(r"(?m)^error: rank 0 on n1: the clock of n3 differs by \+[45]\.\d+ s", job.said)
+    assert re.search(r"(?m)^error: rank 0 on n1: the clock of n3 differs by \+[45]\.", job.said)
 
 
 def stub(folder: Path, name: str, text: str) -> dict[str, str]:
