@@ -198,11 +198,11 @@ def parse(name: str, config_class: type[C], arguments: Sequence[str]) -> tuple[L
         if {"-h", "--help"} & set(arguments):  # tyro would join the lines of each paragraph
             print(sys.modules[config_class.__module__].__doc__)
         options = _tyro(name, both, arguments)
-        _refuse_endless_numbers(options)
+        _refuse_unusable_numbers(options)
         return options.launch, config_class(**{n: getattr(options, n) for n, _, _ in groups})
 
 
-def _refuse_endless_numbers(options: Any) -> None:
+def _refuse_unusable_numbers(options: Any) -> None:
     """Raise ValueError for a number that is infinite, not a number, or too large for torch."""
     for group in asdict(options).values():
         for name, value in group.items():

@@ -57,7 +57,7 @@ def read_json(path: Path, *required: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict) or not set(required) <= content.keys():
-            raise ValueError(f"it holds no object with {' and '.join(required) or 'names'}")
+            raise ValueError(f"it is no JSON object{''.join(f' with {n}' for n in required)}")
         return content
     except (OSError, ValueError) as error:
         raise InputError(

@@ -136,13 +136,14 @@ def _meet(
     }
     store.set(f"arrived/{store.add('arrived', 1)}", json.dumps(mine))
     found: list[dict[str, Any]] = []
-    notice_s = time.monotonic() + _NOTICE_S
+    notice_s, pause_s, message = time.monotonic() + _NOTICE_S, 0.01, ""
     while True:
-        arrived = range(len(found) + 1, store.add("arrived", 0) + 1)
-        found += [json.loads(store.get(f"arrived/{number}")) for number in arrived]
-        now_s, refused = time.monotonic(), any(entry["error"] for entry in found)
-        if message := _contradiction(found):
+        if arrived := range(len(found) + 1, store.add("arrived", 0) + 1):
+            found += map(json.loads, store.multi_get([f"arrived/{n}" for n in arrived]))
+            message = _contradiction(found)
+        if message:
             break
+        now_s, refused = time.monotonic(), any(entry["error"] for entry in found)
         if len(found) >= ranks.world_size or (refused and now_s > deadline):
             message = _refusals(found)
             break
@@ -156,12 +157,14 @@ def _meet(
                 f"waiting for {ranks.world_size - len(found)} of {ranks.world_size} ranks at "
                 f"{ranks.master_addr}:{ranks.master_port}, up to {timeout_s:.0f} s"
             )
-        time.sleep(0.02)
+        pause_s = min(2 * pause_s, 0.5)  # thousands of ranks ask one store
+        time.sleep(pause_s)
     if not message:
         return
     store.add("heard", 1)
+    end_s = time.monotonic() + 5
     while ranks.rank == 0 and store.add("heard", 0) < len(found):  # the store ends with rank 0
-        if time.monotonic() > now_s + 5:
+        if time.monotonic() > end_s:
             break
         time.sleep(0.02)
     shared = InputError(message)
@@ -171,8 +174,8 @@ def _meet(
 
 def _contradiction(found: list[dict[str, Any]]) -> str:
     """What two ranks say that cannot both be true; empty if there is nothing."""
-    first = found[0]
-    for number, entry in enumerate(found):
+    first, hosts = found[0], dict[int, str]()
+    for entry in found:
         who, other = (f"rank {e['rank']} on {e['host']}" for e in (entry, first))
         if entry["world_size"] != first["world_size"]:
             return (
@@ -181,12 +184,12 @@ def _contradiction(found: list[dict[str, Any]]) -> str:
             )
         if entry["code"] != first["code"]:
             return f"{who} runs other code than {other}: give every host the same copy"
-        for twin in found[:number]:
-            if twin["rank"] == entry["rank"]:
-                return (
-                    f"two processes are rank {entry['rank']} ({twin['host']} and {entry['host']}): "
-                    "give each host its own --node-rank, each process its own RANK"
-                )
+        if entry["rank"] in hosts:
+            return (
+                f"two processes are rank {entry['rank']} ({hosts[entry['rank']]} and "
+                f"{entry['host']}): give each host its own --node-rank, each process its own RANK"
+            )
+        hosts[entry["rank"]] = entry["host"]
     return ""
 
 

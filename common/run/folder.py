@@ -109,28 +109,26 @@ class Run:
                 ours = decisive(self._values, self.config)
                 refuse_another_run(theirs, ours, f"folder {self.folder}")
 
-    def finished(self, last_step: int, snapshot_step: int | None) -> bool:
-        """Whether the run has reached its last step before; if so, show its summary.
+    def finished(self, last_step: int, *, can_resume: bool) -> bool:
+        """Whether nothing is left to do up to `last_step`; if so, show the run's summary.
 
-        Args:
-            last_step: of this command.
-            snapshot_step: of the snapshot to resume from, which can go on, or write model.pt again.
+        A run that has ended can train more steps, or write a lost model.pt again, from a snapshot.
 
         Raises:
-            InputError: the run has ended, and there is no snapshot for what is left to do.
+            InputError: something is left to do, but there is no snapshot (not `can_resume`).
         """
         summary: dict[str, Any] = {}
         with agreed():
             if self.ranks.is_main and (self.folder / "summary.json").exists():
                 summary = read_json(self.folder / "summary.json", "steps")
-                ended, lost = summary["steps"], not (self.folder / "model.pt").exists()
-                if snapshot_step is None and (lost or ended < last_step):
-                    missing = "model.pt is" if lost else "its snapshots are"
-                    raise InputError(
-                        f"the run in {self.folder} ended after step {ended}, but {missing} gone: "
-                        "choose another --output-dir to train again"
-                    )
-                if lost or ended < last_step:
+                lost = not (self.folder / "model.pt").exists()
+                if lost or summary["steps"] < last_step:
+                    if not can_resume:
+                        missing = "model.pt is" if lost else "its snapshots are"
+                        raise InputError(
+                            f"the run in {self.folder} ended after step {summary['steps']}, but "
+                            f"{missing} gone: choose another --output-dir to train again"
+                        )
                     summary = {}
         summary = broadcast(summary)
         if summary:

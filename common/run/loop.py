@@ -65,7 +65,7 @@ class Loop:
         run, state, seed = self.run, self.state, self.run.options.seed
         run.refuse_another_run()
         found = snapshot_files.find(run.options.resume, run.snapshots, self._identity)
-        if run.finished(self.last_step, found["step"] if found else None):
+        if run.finished(self.last_step, can_resume=found is not None):
             return False
         seed_everything(seed, run.ranks.rank)  # from here on each rank draws its own dropout
         if found:
