@@ -194,7 +194,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Result:
 def test_two_nodes_with_two_tasks_each(submit: Submitter, reference: Result, file: str) -> None:
     job = submit(file, "ddp_launch", *OPTIONS)
     assert job.result.assert_ok().sha == reference.sha
-    assert "error" not in job.said.lower()
+    # torchrun (torch 2.15) warns when the node that holds the rendezvous ends before the other one.
+    said = re.sub(r".*has failed to shutdown the rendezvous.*", "", job.said)
+    assert "error" not in said.lower()
     manifest = json.loads((job.run / "manifest.json").read_text())
     assert manifest["hosts"] == ["n1", "n2"]
     assert job.info["JobName"] == "ddp_launch"
