@@ -9,6 +9,8 @@ import os
 import socket
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,16 +35,21 @@ def weights_sha256(state_dict: dict[str, Tensor]) -> str:
 def save_weights(weights: dict[str, Tensor], path: Path) -> None:
     """Save a state_dict to a temporary file, then rename it."""
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    torch.save(weights, temporary)
-    temporary.rename(path)
+    with _replaced(path) as file:
+        torch.save(weights, file)
 
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON to a temporary file, then rename it."""
+    with _replaced(path) as file:
+        file.write(json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[IO[bytes]]:
     temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    with temporary.open("wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())  # else a crash of the host can leave an empty file
     temporary.rename(path)
@@ -88,7 +95,7 @@ def lock(folder: Path, patience_s: float = 120.0) -> IO[str]:
     Raises:
         InputError: another process owns the folder.
     """
-    file, here = (folder / ".lock").open("a+"), f"host {socket.gethostname()}"
+    file, here = (folder / ".lock").open("a+", errors="replace"), f"host {socket.gethostname()}"
     deadline, waits = time.monotonic() + patience_s, False
     while True:
         try:

@@ -20,13 +20,14 @@ from common.files import (
     mebibytes,
     new_folder,
     read_json,
+    read_metrics,
     save_weights,
     weights_sha256,
     write_json,
 )
 from common.group.collectives import agreed, broadcast
 from common.launch.ranks import Ranks
-from common.run.manifest import describe_run
+from common.run.manifest import continued, describe_run
 from common.run.options import (
     MAY_DIFFER_BY_HOST,
     RunOptions,
@@ -112,23 +113,28 @@ class Run:
     def finished(self, last_step: int, *, can_resume: bool) -> bool:
         """Whether nothing is left to do up to `last_step`; if so, show the run's summary.
 
-        A run that has ended can train more steps, or write a lost model.pt again, from a snapshot.
+        A run that has ended can train more steps, or write a lost file again, from a snapshot.
 
         Raises:
-            InputError: something is left to do, but there is no snapshot (not `can_resume`).
+            InputError: something is left to do, but there is no snapshot (not `can_resume`); or
+                model.pt is not the one that the run wrote.
         """
         summary: dict[str, Any] = {}
         with agreed():
             if self.ranks.is_main and (self.folder / "summary.json").exists():
-                summary = read_json(self.folder / "summary.json", "steps")
-                lost = not (self.folder / "model.pt").exists()
-                if lost or summary["steps"] < last_step:
+                summary = read_json(self.folder / "summary.json", "steps", "weights_sha256")
+                ended = f"the run in {self.folder} ended after step {summary['steps']}, but "
+                more = summary["steps"] < last_step
+                lost = "" if more else _lost(self.folder, summary)
+                if more or lost:
                     if not can_resume:
-                        missing = "model.pt is" if lost else "its snapshots are"
+                        missing = "its snapshots are" if more else f"{lost} is"
                         raise InputError(
-                            f"the run in {self.folder} ended after step {summary['steps']}, but "
-                            f"{missing} gone: choose another --output-dir to train again"
+                            f"{ended}{missing} gone or damaged: choose another --output-dir to "
+                            "train again"
                         )
+                    if lost:
+                        log.warning(f"{ended}{lost} is gone or damaged: it is written again")
                     summary = {}
         summary = broadcast(summary)
         if summary:
@@ -166,7 +172,7 @@ class Run:
             then = read_json(record) if step and record.is_file() else {}
         except InputError:
             log.warning(f"{record} was damaged: it is written again, without earlier starts")
-        write_json(record, _continued(manifest, then, step))
+        write_json(record, continued(manifest, then, step))
 
     def metrics(self, step: int, epoch: int, **values: float) -> None:
         """Add a line to metrics.jsonl and the scalars to TensorBoard, on rank 0."""
@@ -237,31 +243,40 @@ def _own(folder: Path) -> IO[str]:
         ours = ".lock" in held or (config.is_file() and "recipe" in read_json(config))
         if not ours and (foreign := sorted(held & _FILES)):
             raise InputError(
-                f"{folder} holds {', '.join(foreign)}, which no run wrote there: choose another "
-                "--output-dir"
+                f"{folder} holds {', '.join(foreign)}, but neither config.json nor .lock of a run: "
+                "choose another --output-dir"
             )
         return lock(folder)
     except OSError as error:
         raise InputError(f"--output-dir {folder} cannot be written: {error}") from error
 
 
-def _continued(now: dict[str, Any], then: dict[str, Any], step: int) -> dict[str, Any]:
-    """The manifest `now`; under `before`, what was different until `step`, newest last."""
-    before = then.pop("before", [])
-    changed = {
-        name: value
-        for name, value in then.items()
-        if name not in ("command", "seed", "start") and now.get(name) != value
-    }
-    if changed:
-        before.append({"until_step": step, **changed})
-    # A change of hosts is usual, and TrainingState.resume warns about the number of ranks.
-    if others := [name for name in changed if name not in ("hosts", "world_size")]:
-        log.warning(
-            f"resuming from step {step} with another {', '.join(others)}: manifest.json keeps the "
-            "values before it"
+def _lost(folder: Path, summary: dict[str, Any]) -> str:
+    """The first file of a finished run that is gone or damaged; empty if all are whole."""
+    name = ""
+    try:
+        for name in ("config.json", "manifest.json", "class_indices.json"):
+            read_json(folder / name)
+        name, last = "metrics.jsonl", read_metrics(folder)[-1]
+        if last["step"] != summary["steps"] or "val_loss" not in last:
+            return name
+    except (OSError, ValueError, LookupError):
+        return name
+    model = folder / "model.pt"
+    if not model.exists():
+        return model.name
+    try:
+        whole = (
+            weights_sha256(torch.load(model, "cpu", weights_only=True)) == summary["weights_sha256"]
         )
-    return {**now, "before": before} if before else now
+    except Exception:  # torch.load raises whatever the unpickler raises
+        whole = False
+    if not whole:
+        raise InputError(
+            f"{model} is not what the run wrote, whose weights_sha256 is in summary.json: move it "
+            "away, and the same command writes it again"
+        )
+    return ""
 
 
 def _shown(name: str, value: Any) -> str:
