@@ -12,13 +12,16 @@ import socket
 import time
 from pathlib import Path
 from threading import Timer
+from typing import Any
 
 import pytest
+import torch
 
 from common.errors import InputError, TrainingError
-from common.files import lock
+from common.files import lock, read_metrics
 from common.launch.ranks import Ranks
 from common.run.folder import Run
+from common.run.snapshot_files import list_snapshots, write
 from tests.conftest import ROOT, Recipe, Result, wait_for
 from tests.pool import Pool, call_main
 
@@ -166,6 +169,110 @@ def test_metrics_that_are_cut_are_written_again(
     else:
         assert status == 2, said
         assert "metrics.jsonl" in said
+
+
+def put(where: dict[Any, Any], *path: Any) -> None:
+    """Set the entry at the place before the last word of `path`; None removes it."""
+    *outer, last, value = path
+    for name in outer:
+        where = where[name]
+    if value is None:
+        del where[last]
+    else:
+        where[last] = value
+
+
+ALTERED: dict[str, tuple[Any, ...]] = {
+    "no step": ("step", None),
+    "no part": ("optimizer", None),
+    "another part": ("scheduler", {}),
+    "another lr": ("identity", "lr", 7.0),
+    "no random state": ("ranks", 0, "rng", {}),
+    "more ranks": ("world_size", 2),
+    "a negative position": ("batch", -1),
+    "the loss as float32": ("ranks", 0, "loss_sum", torch.zeros(96)),
+    "no weight": ("model", "fc.bias", None),
+    "one more weight": ("model", "more", torch.zeros(1)),
+    "another shape": ("model", "fc.bias", torch.zeros(1)),
+    "another dtype": ("model", "fc.bias", torch.zeros(10, dtype=torch.float64)),
+    "no momentum": ("optimizer", "state", 0, None),
+    "momentum of another shape": ("optimizer", "state", 0, "momentum_buffer", torch.zeros(1)),
+}
+
+
+@pytest.fixture(scope="module")
+def stopped(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that ended after 20 of 28 steps; tests take copies."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    assert train(pool, folder, "--max-steps", "20")[0] == 0
+    return folder
+
+
+@pytest.mark.parametrize("how", ALTERED)
+def test_a_snapshot_with_other_content_is_named(
+    pool: Pool, stopped: Path, tmp_path: Path, how: str
+) -> None:
+    """Its checksum is right: somebody else, or other code, wrote it."""
+    folder = shutil.copytree(stopped, tmp_path / "run")
+    newest, older, *_ = list_snapshots(folder / "snapshots")
+    content = torch.load(newest, weights_only=True)
+    newest.unlink()
+    put(content, *ALTERED[how])
+    altered = write(newest.parent, 20, content)
+    before = contents(folder)
+    status, said = train(pool, folder)
+    assert (status, said.count("error:")) == (2, 1), said
+    assert str(altered) in said
+    assert "Traceback" not in said
+    assert {k: v for k, v in contents(folder).items() if k[:5] != "logs/"} == {
+        k: v for k, v in before.items() if k[:5] != "logs/"
+    }
+    altered.unlink()  # as the message says
+    assert train(pool, folder)[0] == 0
+    assert json.loads((folder / "summary.json").read_text())["resumed_from"] == int(
+        older.name[5:13]
+    )
+
+
+@pytest.mark.parametrize("name", ["class_indices.json", "manifest.json", "metrics.jsonl"])
+@pytest.mark.parametrize("how", ["cut", "deleted"])
+def test_a_finished_run_writes_lost_files_again(
+    pool: Pool, finished: Path, tmp_path: Path, name: str, how: str
+) -> None:
+    folder = shutil.copytree(finished, tmp_path / "run")
+    file = folder / name
+    file.write_bytes(file.read_bytes()[:-9])
+    if how == "deleted":
+        file.unlink()
+    status, said = train(pool, folder)
+    if (name, how) == ("metrics.jsonl", "deleted"):
+        assert status == 2
+        assert str(file) in said
+        return
+    assert status == 0, said
+    assert f"{name} is gone or damaged: it is written again" in said
+    assert sha(folder) == sha(finished)
+    assert steps(folder) == steps(finished)
+    assert [len(read_metrics(path)) for path in (folder, finished)] == [30, 30]
+    if name == "class_indices.json":
+        assert file.read_bytes() == (finished / name).read_bytes()
+    shutil.rmtree(folder / "snapshots")
+    file.unlink()
+    status, said = train(pool, folder)
+    assert status == 2, said
+    assert f"{name} is gone or damaged" in said
+
+
+def test_a_model_that_the_run_did_not_write_is_named(
+    pool: Pool, finished: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(finished, tmp_path / "run")
+    for content in (b"", b"of somebody else"):
+        (folder / "model.pt").write_bytes(content)
+        status, said = train(pool, folder)
+        assert status == 2
+        assert f"{folder / 'model.pt'} is not what the run wrote" in said
+        assert (folder / "model.pt").read_bytes() == content
 
 
 def test_ctrl_c_says_from_where_the_run_can_resume(recipe: Recipe) -> None:

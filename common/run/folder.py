@@ -16,9 +16,10 @@ from torch import Tensor
 from common.data.datasets import Data
 from common.errors import InputError, TrainingError
 from common.files import (
+    fix,
     lock,
-    mebibytes,
     new_folder,
+    not_writable,
     read_json,
     read_metrics,
     save_weights,
@@ -37,6 +38,7 @@ from common.run.options import (
     refuse_unlike_rank_0,
 )
 from common.run.snapshot import TrainingState
+from common.terminal import show_table
 
 log = logging.getLogger("recipes")
 
@@ -78,11 +80,13 @@ class Run:
         with agreed():
             try:
                 (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-                file = logging.FileHandler(self.folder / "logs" / f"rank_{ranks.rank}.log")
+                file = logging.FileHandler(
+                    self.folder / "logs" / f"rank_{ranks.rank}.log",
+                    encoding="utf-8",
+                    errors="backslashreplace",
+                )
             except OSError as error:
-                raise InputError(
-                    f"--output-dir {self.folder} cannot be written: {error}"
-                ) from error
+                raise InputError(not_writable(self.folder, error)) from error
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(file)
         self._metrics: Any = None
@@ -122,7 +126,7 @@ class Run:
         summary: dict[str, Any] = {}
         with agreed():
             if self.ranks.is_main and (self.folder / "summary.json").exists():
-                summary = read_json(self.folder / "summary.json", "steps", "weights_sha256")
+                summary = read_json(self.folder / "summary.json", "steps")
                 ended = f"the run in {self.folder} ended after step {summary['steps']}, but "
                 more = summary["steps"] < last_step
                 lost = "" if more else _lost(self.folder, summary)
@@ -139,7 +143,7 @@ class Run:
         summary = broadcast(summary)
         if summary:
             log.info(f"already finished after step {summary['steps']}: {self.folder} is unchanged")
-            self._show(summary)
+            show_table({**summary, "output_dir": str(self.folder)})
         return bool(summary)
 
     def begin(self, state: TrainingState, data: Data, global_batch_size: int) -> None:
@@ -184,8 +188,8 @@ class Run:
             self._metrics.flush()
         except OSError as error:
             raise TrainingError(
-                f"cannot write {self._metrics.name} ({error.strerror}): mend this, then run the "
-                "same command to resume from the last snapshot"
+                f"cannot write {self._metrics.name} ({error.strerror}): {fix(error)}, then "
+                "run the same command to resume from the last snapshot"
             ) from error
         self._metrics_hash.update(line.encode())
         try:
@@ -222,12 +226,7 @@ class Run:
                 self._tensorboard.close()
         self._metrics.close()
         self._lock.close()
-        self._show(content)
-
-    def _show(self, summary: dict[str, Any]) -> None:
-        rows = {k: _shown(k, v) for k, v in summary.items()} | {"output_dir": str(self.folder)}
-        width = max(map(len, rows))
-        log.info("\n".join(["", *(f"  {k:<{width}}  {v}" for k, v in rows.items()), ""]))
+        show_table({**content, "output_dir": str(self.folder)})
 
 
 def _own(folder: Path) -> IO[str]:
@@ -248,7 +247,7 @@ def _own(folder: Path) -> IO[str]:
             )
         return lock(folder)
     except OSError as error:
-        raise InputError(f"--output-dir {folder} cannot be written: {error}") from error
+        raise InputError(not_writable(folder, error)) from error
 
 
 def _lost(folder: Path, summary: dict[str, Any]) -> str:
@@ -257,7 +256,8 @@ def _lost(folder: Path, summary: dict[str, Any]) -> str:
     try:
         for name in ("config.json", "manifest.json", "class_indices.json"):
             read_json(folder / name)
-        name, last = "metrics.jsonl", read_metrics(folder)[-1]
+        name = "metrics.jsonl"
+        last = read_metrics(folder)[-1]
         if last["step"] != summary["steps"] or "val_loss" not in last:
             return name
     except (OSError, ValueError, LookupError):
@@ -266,8 +266,8 @@ def _lost(folder: Path, summary: dict[str, Any]) -> str:
     if not model.exists():
         return model.name
     try:
-        whole = (
-            weights_sha256(torch.load(model, "cpu", weights_only=True)) == summary["weights_sha256"]
+        whole = weights_sha256(torch.load(model, "cpu", weights_only=True)) == summary.get(
+            "weights_sha256"
         )
     except Exception:  # torch.load raises whatever the unpickler raises
         whole = False
@@ -277,13 +277,3 @@ def _lost(folder: Path, summary: dict[str, Any]) -> str:
             "away, and the same command writes it again"
         )
     return ""
-
-
-def _shown(name: str, value: Any) -> str:
-    if name.endswith("_bytes") and isinstance(value, int):
-        return mebibytes(value)
-    if name == "peak_memory_bytes":
-        return ", ".join(map(mebibytes, value))
-    if isinstance(value, float):
-        return f"{value:,.4f}" if abs(value) < 100 else f"{value:,.0f}"
-    return str(value)
