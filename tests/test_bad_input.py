@@ -121,17 +121,19 @@ def test_inputs_that_cannot_work(pool: Pool, tmp_path: Path) -> None:
         (["--weights", tmp_path / "other.pt"], "no entry"),
         (["--weights", tmp_path / "crafted.pt"], "not a weights file"),
         (["--weights", tmp_path / "integers.pt"], "integers.pt holds no state_dict"),
-        *(
-            (["--weights", tmp_path / f"{name}.pt"], rf"{name}.pt: fc.bias is .*not finite")
-            for name in unusable
-        ),
         (["--resume", tmp_path / "none.pt"], "is not a file"),
         (["--global-batch-size", "2000"], "more than the 1437 samples"),
         (["--norm", "batch", "--sync-bn"], "SyncBatchNorm refuses CPUs"),
         (["--sync-bn", "--accumulate", "2"], "but --accumulate computes it in parts"),
     ):
         assert_refused(pool, says, "--output-dir", tmp_path / "run", *options)
+    for name in unusable:
+        weights, says = tmp_path / f"{name}.pt", f"{name}.pt: fc.bias is .*not finite"
+        assert_refused(pool, says, "--weights", weights, "--output-dir", tmp_path / "run")
     assert_refused(pool, "cannot be written", "--output-dir", tmp_path / "file" / "below")
+    assert_refused(
+        pool, "choose a shorter path", "--output-dir", Path("x" * 200, *["x" * 200] * 19)
+    )
     assert not (tmp_path / "code ran").exists()
 
 

@@ -1,5 +1,6 @@
 """The folder that a run leaves (README.md, "What a run leaves")."""
 
+import errno
 import hashlib
 import json
 import logging
@@ -159,9 +160,12 @@ class Run:
                 self._metrics_hash.update(self._metrics.read())
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._tensorboard = SummaryWriter(
-                    str(self.folder / "tensorboard"), purge_step=state.step + 1
-                )
+                try:
+                    self._tensorboard = SummaryWriter(
+                        str(self.folder / "tensorboard"), purge_step=state.step + 1
+                    )
+                except UnicodeError as error:
+                    log.warning(f"no curves: TensorBoard cannot write into such a folder ({error})")
 
     def _write_record(self, manifest: dict[str, Any], step: int, global_batch_size: int) -> None:
         resolved = {
@@ -237,6 +241,8 @@ def _own(folder: Path) -> IO[str]:
             files that look like a run's and are not.
     """
     try:
+        if len(os.fsencode(folder.absolute())) > 3800:  # of 4,096 with the names of the files
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         folder.mkdir(parents=True, exist_ok=True)
         held, config = {path.name for path in folder.iterdir()}, folder / "config.json"
         ours = ".lock" in held or (config.is_file() and "recipe" in read_json(config))
