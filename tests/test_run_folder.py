@@ -24,6 +24,7 @@ from common.run.folder import Run
 from common.run.snapshot_files import list_snapshots, write
 from tests.conftest import ROOT, Recipe, Result, wait_for
 from tests.pool import Pool, call_main
+from tests.test_data import flowers
 
 SHORT = ("--nproc", "1", "--epochs", "2", "--snapshot-every", "7", "--log-every", "1")
 """28 steps of which each is logged, with a snapshot in the middle of each epoch."""
@@ -308,10 +309,45 @@ def test_training_goes_on_without_its_curves(recipe: Recipe) -> None:
     assert (result.status, result.errors) == (75, [])
 
 
+def test_a_limit_is_not_called_a_full_disk(recipe: Recipe) -> None:
+    command = shlex.join(recipe.command("ddp_launch", *SHORT))
+    script = f"ulimit -f 200; exec {command}"  # [1,024 bytes]
+    result = recipe.finish(recipe.start("bash", "-c", script), recipe.tmp_path / "run")
+    assert (result.status, len(result.errors)) == (1, 1), result.stderr
+    assert "cannot write a snapshot" in result.errors[0]
+    assert "File too large): raise the limit of a file's size (ulimit -f)" in result.errors[0]
+    assert "make room" not in result.errors[0]
+
+
+def test_names_that_are_no_utf_8(recipe: Recipe) -> None:
+    """Of the folder, a class and its images, in a locale that knows only ASCII."""
+    root = flowers(recipe.tmp_path / "data", per_class=6)
+    for path in (*(root / "daisy").iterdir(), root / "daisy"):
+        path.rename(path.with_name(os.fsdecode(b"\xff\xc3\xa4 ") + path.name))
+    folder = os.fsdecode(b"run \xff\xc3\xa4")
+    options = ["--data", "imagefolder", "--data-path", str(root), "--image-size", "8"]
+    options += ["--nproc", "1", "--global-batch-size", "2", "--epochs", "1", "--num-workers", "0"]
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    first = recipe("ddp_launch", *options, folder=folder, env=plain).assert_ok()
+    assert re.search(r"output_dir +\S+/run \\udcff", first.stdout), first.stdout
+    manifest = json.loads((first.folder / "manifest.json").read_text())
+    again = recipe("ddp_launch", *options, folder=folder, env={"LC_ALL": "C.UTF-8"}).assert_ok()
+    assert "already finished" in again.stdout, "the data's fingerprint is the same"
+    assert len(manifest["data_fingerprint"]) == 64
+
+
+def test_few_open_files_are_refused_at_once(recipe: Recipe) -> None:
+    command = shlex.join(recipe.command("ddp_launch", *SHORT))
+    result = recipe.finish(recipe.start("bash", "-c", f"ulimit -n 12; exec {command}"), Path())
+    assert (result.status, len(result.errors)) == (2, 1), result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "ulimit -n 1024" in result.errors[0]
+
+
 def test_metrics_that_cannot_be_written_are_named() -> None:
     run = Run.__new__(Run)
     run.ranks = Ranks()
-    says = r"cannot write /dev/full \(No space left on device\)"
+    says = r"cannot write /dev/full \(No space left on device\): make room, then"
     with (
         Path("/dev/full").open("ab", buffering=0) as run._metrics,
         pytest.raises(TrainingError, match=says),

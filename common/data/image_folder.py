@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -229,8 +230,7 @@ def fast_jpeg() -> Callable[[Path], Tensor] | None:
         from torchcodec.decoders import decode_jpeg
     except (ImportError, OSError, RuntimeError):
         return None
-    decode: Callable[[Path], Tensor] = decode_jpeg
-    return decode
+    return cast(Callable[[Path], Tensor], decode_jpeg)
 
 
 def _decoded(path: Path) -> Tensor:
