@@ -7,6 +7,7 @@ import io
 import math
 import os
 import re
+import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, make_dataclass
@@ -34,6 +35,9 @@ def start(name: str, arguments: Sequence[str]) -> int:
     If the launch options alone decide how many ranks there are, start them without importing torch.
     """
     try:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if files < 64:
+            raise InputError(f"a process may open {files} files here, too few: ulimit -n 1024")
         ranks, given = _resolve(arguments)
         alone = ranks.launcher == "none" and not {"-h", "--help"} & set(given)
         if alone and _launched(name) == "ranks":

@@ -9,6 +9,8 @@ import os
 import socket
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,6 +20,23 @@ from torch import Tensor
 from common.errors import InputError
 
 log = logging.getLogger("recipes")
+
+_FILES = {
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room within your quota",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.EACCES: "get the right to write there",
+    errno.EPERM: "get the right to write there",
+    errno.EROFS: "mount the file system read-write",
+    errno.ENAMETOOLONG: "choose a shorter path",
+}
+"""Number of a failure to write a file to the advice."""
+
+
+def fix(error: BaseException | None) -> str:
+    """What to do about a file or folder that cannot be written."""
+    return _FILES.get(getattr(error, "errno", None) or 0, "make the folder writable")
 
 
 def weights_sha256(state_dict: dict[str, Tensor]) -> str:
@@ -33,31 +52,40 @@ def weights_sha256(state_dict: dict[str, Tensor]) -> str:
 def save_weights(weights: dict[str, Tensor], path: Path) -> None:
     """Save a state_dict to a temporary file, then rename it."""
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    torch.save(weights, temporary)
-    temporary.rename(path)
+    with _replaced(path) as file:
+        torch.save(weights, file)
 
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON to a temporary file, then rename it."""
+    with _replaced(path) as file:
+        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        # JSON's own escape for bytes of a file name that are no UTF-8
+        file.write(text.encode("utf-8", "backslashreplace"))
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[IO[bytes]]:
     temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    with temporary.open("wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())  # else a crash of the host can leave an empty file
     temporary.rename(path)
 
 
-def read_json(path: Path, *required: str) -> dict[str, Any]:
-    """The JSON object in a file that `write_json` wrote, with the names `required`.
+def read_json(path: Path, *numbers: str) -> dict[str, Any]:
+    """The JSON object in a file that `write_json` wrote, with whole `numbers` by these names.
 
     Raises:
         InputError: the file is damaged; it names the file.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or not set(required) <= content.keys():
-            raise ValueError(f"it is no JSON object{''.join(f' with {n}' for n in required)}")
+        if not isinstance(content, dict) or not all(
+            isinstance(content.get(n), int) for n in numbers
+        ):
+            raise ValueError(f"it is no JSON object{''.join(f' with {name}' for name in numbers)}")
         return content
     except (OSError, ValueError) as error:
         raise InputError(
@@ -88,7 +116,7 @@ def lock(folder: Path, patience_s: float = 120.0) -> IO[str]:
     Raises:
         InputError: another process owns the folder.
     """
-    file, here = (folder / ".lock").open("a+"), f"host {socket.gethostname()}"
+    file, here = (folder / ".lock").open("a+", errors="replace"), f"host {socket.gethostname()}"
     deadline, waits = time.monotonic() + patience_s, False
     while True:
         try:
@@ -150,5 +178,13 @@ def result_folder(given: Path | None, recipe: str, kind: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise InputError(f"--output-dir {folder} cannot be written: {error}") from error
+        raise InputError(not_writable(folder, error)) from error
     return folder
+
+
+def not_writable(folder: Path, error: OSError) -> str:
+    """The message for a folder in which a run cannot write."""
+    return (
+        f"--output-dir {folder} cannot be written ({error.strerror}): {fix(error)}, or choose "
+        "another --output-dir"
+    )

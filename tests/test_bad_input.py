@@ -104,6 +104,15 @@ def test_inputs_that_cannot_work(pool: Pool, tmp_path: Path) -> None:
     torch.save({"other.weight": torch.zeros(1)}, tmp_path / "other.pt")
     torch.save({"fc.weight": Harmless(tmp_path / "code ran")}, tmp_path / "crafted.pt")
     (tmp_path / "file").write_text("")
+    unusable = {
+        "nan": torch.tensor([float("nan")] * 10),
+        "sparse": torch.zeros(10).to_sparse(),
+        "meta": torch.zeros(10, device="meta"),
+        "complex": torch.zeros(10, dtype=torch.complex64),
+    }
+    for name, value in unusable.items():
+        torch.save({"fc.bias": value}, tmp_path / f"{name}.pt")
+    torch.save({0: torch.zeros(10)}, tmp_path / "integers.pt")
     for options, says in (
         (["--data", "imagefolder", "--data-path", tmp_path / "none"], "is not a folder"),
         (["--data", "cifar10", "--data-path", tmp_path], "--download"),
@@ -111,13 +120,20 @@ def test_inputs_that_cannot_work(pool: Pool, tmp_path: Path) -> None:
         (["--weights", tmp_path / "text.pt"], "not a weights file"),
         (["--weights", tmp_path / "other.pt"], "no entry"),
         (["--weights", tmp_path / "crafted.pt"], "not a weights file"),
+        (["--weights", tmp_path / "integers.pt"], "integers.pt holds no state_dict"),
         (["--resume", tmp_path / "none.pt"], "is not a file"),
         (["--global-batch-size", "2000"], "more than the 1437 samples"),
         (["--norm", "batch", "--sync-bn"], "SyncBatchNorm refuses CPUs"),
         (["--sync-bn", "--accumulate", "2"], "but --accumulate computes it in parts"),
     ):
         assert_refused(pool, says, "--output-dir", tmp_path / "run", *options)
+    for name in unusable:
+        weights, says = tmp_path / f"{name}.pt", f"{name}.pt: fc.bias is .*not finite"
+        assert_refused(pool, says, "--weights", weights, "--output-dir", tmp_path / "run")
     assert_refused(pool, "cannot be written", "--output-dir", tmp_path / "file" / "below")
+    assert_refused(
+        pool, "choose a shorter path", "--output-dir", Path("x" * 200, *["x" * 200] * 19)
+    )
     assert not (tmp_path / "code ran").exists()
 
 

@@ -32,7 +32,7 @@ ROOMS: dict[str, set[str]] = {
     "stack": {"errors"},
     "machine": {"stack"},
     "launch": {"errors"},
-    "terminal": {"launch"},
+    "terminal": {"files", "launch"},
     "group": {"errors", "stack", "launch"},
     "throughput": {"group"},
     "data": {"errors", "files", "seeds", "options", "launch", "group"},

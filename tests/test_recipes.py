@@ -31,7 +31,15 @@ from recipes.dp_scratch import train as dp_scratch
 from recipes.dp_scratch.lenet import initialize
 from recipes.model_parallel_toy import train as parallel
 from recipes.model_parallel_toy.pipeline import Pipeline
-from recipes.model_parallel_toy.split import ParallelOptions, Split, cut
+from recipes.model_parallel_toy.split import (
+    LAYERS,
+    ParallelOptions,
+    Split,
+    WholeModelOptions,
+    build,
+    cut,
+    generated_points,
+)
 from recipes.tune_loader import train as tune_loader
 from recipes.tune_loader.streams import make_stream_loader
 from tests.conftest import ROOT, Recipe
@@ -197,6 +205,9 @@ def test_the_cut_balances_the_work() -> None:
     assert torch.equal(stages[1].eval()(stages[0].eval()(images)), model(images))
     with pytest.raises(InputError, match="more than the 19 layers"):
         cut(model, 20, images)
+    with pytest.raises(InputError, match="more than the 2 layers"):
+        cut(build(WholeModelOptions(), generated_points(0)), 3, torch.zeros(1, 10))
+    assert LAYERS == {"toy": 2, "resnet50": 19}, "what is refused before a process starts"
 
 
 # checkpoint_rnn
@@ -371,6 +382,7 @@ def test_an_interrupted_pipeline_resumes_every_stage(pool: Pool, tmp_path: Path)
     ("name", "options", "says"),
     [
         ("model_parallel_toy", "--stages 3", "more than the 2 layers"),
+        ("model_parallel_toy", "--schedule gpipe --stages 99", "2 layers of --model toy"),
         ("model_parallel_toy", "--schedule micro --micro-batches 5", "divided by .* 5 micro"),
         ("model_parallel_toy", "--schedule split --micro-batches 2", "split has no micro-batches"),
         ("model_parallel_toy", "--schedule 1f1b --stages 4 --micro-batches 2", "at least as many"),

@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from common.data import workers
 from common.data.stream import Samples
 from common.errors import InputError
 from common.group.devices import check_driver
-from tests.conftest import ROOT, Recipe, library
+from tests.conftest import ROOT, Recipe, library, small_disk
 
 TABLE = stack.stacks()
 LOCKED_VERSIONS = runpy.run_path(str(ROOT / "docker" / "verify.py"))["locked_versions"]
@@ -89,3 +90,14 @@ def test_loading_processes_are_no_more_than_shared_memory_holds() -> None:
         assert workers.most_workers(samples, 16, 2, enough)[0] == most
         assert workers.most_workers(samples, 16, 2, enough - 1)[0] == max(0, most - 1)
     assert workers.most_workers(samples, 16, 2, 0)[0] == 0
+
+
+def test_a_shared_memory_that_is_read_only_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = Samples([(torch.zeros(3, 8, 8), 0)] * 8, range(8), lambda x: x, 0)
+    with small_disk(tmp_path / "shm", "1m") as disk:
+        monkeypatch.setattr(workers, "_SHARED_MEMORY", disk)
+        assert workers.most_workers(samples, 1, 1)[0] > 0
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        assert workers.most_workers(samples, 1, 1) == (0, f"{disk} is not writable")

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
@@ -123,10 +123,11 @@ def fingerprints(root: Path, files: list[tuple[Path, int]]) -> tuple[str, str]:
     The second one also depends on the folder's place and on the time at which each file changed.
     The time of its inode (ctime) shows that a file was replaced, even by `cp -p`.
     """
-    listing, times = [], hashlib.sha256(str(root.resolve()).encode())
+    listing, times = [], hashlib.sha256(os.fsencode(root.resolve()))
     for path, _ in files:
         status = path.stat()
-        listing.append((str(path.relative_to(root)), status.st_size))
+        name = os.fsencode(path.relative_to(root)).decode("utf-8", "surrogateescape")
+        listing.append((name, status.st_size))  # the same in every locale
         times.update(f" {status.st_mtime_ns} {status.st_ctime_ns}".encode())
     fingerprint = hashlib.sha256(json.dumps(listing).encode())
     times.update(fingerprint.digest())
@@ -220,7 +221,7 @@ class ImageFiles:
 
 
 @cache
-def fast_jpeg() -> Callable[[Path], Any] | None:
+def fast_jpeg() -> Callable[[Path], Tensor] | None:
     """TorchCodec's JPEG decoder, which gives the same bytes as Pillow but is faster.
 
     None if TorchCodec is not installed or does not fit this torch; it needs 2.11 or newer.
@@ -229,16 +230,13 @@ def fast_jpeg() -> Callable[[Path], Any] | None:
         from torchcodec.decoders import decode_jpeg
     except (ImportError, OSError, RuntimeError):
         return None
-    decode: Callable[[Path], Any] = decode_jpeg
-    return decode
+    return cast(Callable[[Path], Tensor], decode_jpeg)
 
 
 def _decoded(path: Path) -> Tensor:
-    image: Tensor
     if path.suffix.lower() in (".jpg", ".jpeg") and (decode := fast_jpeg()):
         with suppress(RuntimeError, ValueError):  # Pillow tells what is wrong, or can decode it
-            image = decode(path)
-            return image
+            return decode(path)
     from PIL import Image, ImageOps
     from torchvision.transforms.v2.functional import pil_to_tensor
 
@@ -246,7 +244,7 @@ def _decoded(path: Path) -> Tensor:
         if opened.mode.startswith(_DEEP):
             raise ValueError(f"it has more than 8 bits per channel (mode {opened.mode})")
         # Turned as the camera was held, as TorchCodec does it.
-        image = pil_to_tensor(ImageOps.exif_transpose(opened).convert("RGB"))
+        image: Tensor = pil_to_tensor(ImageOps.exif_transpose(opened).convert("RGB"))
     return image
 
 

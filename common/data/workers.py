@@ -114,6 +114,8 @@ def most_workers(
     if free_bytes is None:
         if not _SHARED_MEMORY.is_dir():
             return sys.maxsize, f"no {_SHARED_MEMORY}"
+        if not os.access(_SHARED_MEMORY, os.W_OK):
+            return 0, f"{_SHARED_MEMORY} is not writable"
         status = os.statvfs(_SHARED_MEMORY)
         free_bytes = status.f_bavail * status.f_frsize
     image, _ = samples[(0, 0)]

@@ -1,5 +1,6 @@
 """The folder that a run leaves (README.md, "What a run leaves")."""
 
+import errno
 import hashlib
 import json
 import logging
@@ -16,17 +17,19 @@ from torch import Tensor
 from common.data.datasets import Data
 from common.errors import InputError, TrainingError
 from common.files import (
+    fix,
     lock,
-    mebibytes,
     new_folder,
+    not_writable,
     read_json,
+    read_metrics,
     save_weights,
     weights_sha256,
     write_json,
 )
 from common.group.collectives import agreed, broadcast
 from common.launch.ranks import Ranks
-from common.run.manifest import describe_run
+from common.run.manifest import continued, describe_run
 from common.run.options import (
     MAY_DIFFER_BY_HOST,
     RunOptions,
@@ -36,6 +39,7 @@ from common.run.options import (
     refuse_unlike_rank_0,
 )
 from common.run.snapshot import TrainingState
+from common.terminal import show_table
 
 log = logging.getLogger("recipes")
 
@@ -77,11 +81,13 @@ class Run:
         with agreed():
             try:
                 (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-                file = logging.FileHandler(self.folder / "logs" / f"rank_{ranks.rank}.log")
+                file = logging.FileHandler(
+                    self.folder / "logs" / f"rank_{ranks.rank}.log",
+                    encoding="utf-8",
+                    errors="backslashreplace",
+                )
             except OSError as error:
-                raise InputError(
-                    f"--output-dir {self.folder} cannot be written: {error}"
-                ) from error
+                raise InputError(not_writable(self.folder, error)) from error
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(file)
         self._metrics: Any = None
@@ -112,28 +118,33 @@ class Run:
     def finished(self, last_step: int, *, can_resume: bool) -> bool:
         """Whether nothing is left to do up to `last_step`; if so, show the run's summary.
 
-        A run that has ended can train more steps, or write a lost model.pt again, from a snapshot.
+        A run that has ended can train more steps, or write a lost file again, from a snapshot.
 
         Raises:
-            InputError: something is left to do, but there is no snapshot (not `can_resume`).
+            InputError: something is left to do, but there is no snapshot (not `can_resume`); or
+                model.pt is not the one that the run wrote.
         """
         summary: dict[str, Any] = {}
         with agreed():
             if self.ranks.is_main and (self.folder / "summary.json").exists():
                 summary = read_json(self.folder / "summary.json", "steps")
-                lost = not (self.folder / "model.pt").exists()
-                if lost or summary["steps"] < last_step:
+                ended = f"the run in {self.folder} ended after step {summary['steps']}, but "
+                more = summary["steps"] < last_step
+                lost = "" if more else _lost(self.folder, summary)
+                if more or lost:
                     if not can_resume:
-                        missing = "model.pt is" if lost else "its snapshots are"
+                        missing = "its snapshots are" if more else f"{lost} is"
                         raise InputError(
-                            f"the run in {self.folder} ended after step {summary['steps']}, but "
-                            f"{missing} gone: choose another --output-dir to train again"
+                            f"{ended}{missing} gone or damaged: choose another --output-dir to "
+                            "train again"
                         )
+                    if lost:
+                        log.warning(f"{ended}{lost} is gone or damaged: it is written again")
                     summary = {}
         summary = broadcast(summary)
         if summary:
             log.info(f"already finished after step {summary['steps']}: {self.folder} is unchanged")
-            self._show(summary)
+            show_table({**summary, "output_dir": str(self.folder)})
         return bool(summary)
 
     def begin(self, state: TrainingState, data: Data, global_batch_size: int) -> None:
@@ -149,9 +160,12 @@ class Run:
                 self._metrics_hash.update(self._metrics.read())
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._tensorboard = SummaryWriter(
-                    str(self.folder / "tensorboard"), purge_step=state.step + 1
-                )
+                try:
+                    self._tensorboard = SummaryWriter(
+                        str(self.folder / "tensorboard"), purge_step=state.step + 1
+                    )
+                except UnicodeError as error:
+                    log.warning(f"no curves: TensorBoard cannot write into such a folder ({error})")
 
     def _write_record(self, manifest: dict[str, Any], step: int, global_batch_size: int) -> None:
         resolved = {
@@ -166,7 +180,7 @@ class Run:
             then = read_json(record) if step and record.is_file() else {}
         except InputError:
             log.warning(f"{record} was damaged: it is written again, without earlier starts")
-        write_json(record, _continued(manifest, then, step))
+        write_json(record, continued(manifest, then, step))
 
     def metrics(self, step: int, epoch: int, **values: float) -> None:
         """Add a line to metrics.jsonl and the scalars to TensorBoard, on rank 0."""
@@ -178,8 +192,8 @@ class Run:
             self._metrics.flush()
         except OSError as error:
             raise TrainingError(
-                f"cannot write {self._metrics.name} ({error.strerror}): mend this, then run the "
-                "same command to resume from the last snapshot"
+                f"cannot write {self._metrics.name} ({error.strerror}): {fix(error)}, then "
+                "run the same command to resume from the last snapshot"
             ) from error
         self._metrics_hash.update(line.encode())
         try:
@@ -216,12 +230,7 @@ class Run:
                 self._tensorboard.close()
         self._metrics.close()
         self._lock.close()
-        self._show(content)
-
-    def _show(self, summary: dict[str, Any]) -> None:
-        rows = {k: _shown(k, v) for k, v in summary.items()} | {"output_dir": str(self.folder)}
-        width = max(map(len, rows))
-        log.info("\n".join(["", *(f"  {k:<{width}}  {v}" for k, v in rows.items()), ""]))
+        show_table({**content, "output_dir": str(self.folder)})
 
 
 def _own(folder: Path) -> IO[str]:
@@ -232,43 +241,45 @@ def _own(folder: Path) -> IO[str]:
             files that look like a run's and are not.
     """
     try:
+        if len(os.fsencode(folder.absolute())) > 3800:  # of 4,096 with the names of the files
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         folder.mkdir(parents=True, exist_ok=True)
         held, config = {path.name for path in folder.iterdir()}, folder / "config.json"
         ours = ".lock" in held or (config.is_file() and "recipe" in read_json(config))
         if not ours and (foreign := sorted(held & _FILES)):
             raise InputError(
-                f"{folder} holds {', '.join(foreign)}, which no run wrote there: choose another "
-                "--output-dir"
+                f"{folder} holds {', '.join(foreign)}, but neither config.json nor .lock of a run: "
+                "choose another --output-dir"
             )
         return lock(folder)
     except OSError as error:
-        raise InputError(f"--output-dir {folder} cannot be written: {error}") from error
+        raise InputError(not_writable(folder, error)) from error
 
 
-def _continued(now: dict[str, Any], then: dict[str, Any], step: int) -> dict[str, Any]:
-    """The manifest `now`; under `before`, what was different until `step`, newest last."""
-    before = then.pop("before", [])
-    changed = {
-        name: value
-        for name, value in then.items()
-        if name not in ("command", "seed", "start") and now.get(name) != value
-    }
-    if changed:
-        before.append({"until_step": step, **changed})
-    # A change of hosts is usual, and TrainingState.resume warns about the number of ranks.
-    if others := [name for name in changed if name not in ("hosts", "world_size")]:
-        log.warning(
-            f"resuming from step {step} with another {', '.join(others)}: manifest.json keeps the "
-            "values before it"
+def _lost(folder: Path, summary: dict[str, Any]) -> str:
+    """The first file of a finished run that is gone or damaged; empty if all are whole."""
+    name = ""
+    try:
+        for name in ("config.json", "manifest.json", "class_indices.json"):
+            read_json(folder / name)
+        name = "metrics.jsonl"
+        last = read_metrics(folder)[-1]
+        if last["step"] != summary["steps"] or "val_loss" not in last:
+            return name
+    except (OSError, ValueError, LookupError):
+        return name
+    model = folder / "model.pt"
+    if not model.exists():
+        return model.name
+    try:
+        whole = weights_sha256(torch.load(model, "cpu", weights_only=True)) == summary.get(
+            "weights_sha256"
         )
-    return {**now, "before": before} if before else now
-
-
-def _shown(name: str, value: Any) -> str:
-    if name.endswith("_bytes") and isinstance(value, int):
-        return mebibytes(value)
-    if name == "peak_memory_bytes":
-        return ", ".join(map(mebibytes, value))
-    if isinstance(value, float):
-        return f"{value:,.4f}" if abs(value) < 100 else f"{value:,.0f}"
-    return str(value)
+    except Exception:  # torch.load raises whatever the unpickler raises
+        whole = False
+    if not whole:
+        raise InputError(
+            f"{model} is not what the run wrote, whose weights_sha256 is in summary.json: move it "
+            "away, and the same command writes it again"
+        )
+    return ""

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from common.errors import TrainingError
+from common.errors import InputError, TrainingError
 from common.group.collectives import agreed, gather_numbers, gather_to_rank_0
-from common.run.snapshot_files import FORMAT, list_snapshots, newest_name, write
+from common.run.snapshot_files import FORMAT, list_snapshots, newest_name, unlike, write
 from common.seeds import rng_state, seed_everything, set_rng_state
+from common.training.state import refuse_other_state
 
 _POSITION = ("epoch", "batch", "step", "metrics_bytes", "metrics_sha256")
 log = logging.getLogger("recipes")
@@ -127,26 +128,48 @@ class TrainingState:
 
         On another number of ranks the model, the optimizer, the position and the order of samples
         are still exact, but each rank's random generators start from (seed, rank, step).
+
+        Raises:
+            InputError: the snapshot does not hold this run's state.
         """
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        with agreed():
+            try:
+                self._load(found, seed)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever other content makes torch or Python raise
+                what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                raise InputError(unlike(found["file"], what)) from error
+
+    def _load(self, found: dict[str, Any], seed: int) -> None:
+        rank, world_size, ranks = dist.get_rank(), dist.get_world_size(), found["ranks"]
         # The options that decide the number of shards are part of the identity.
-        assert not self.sharded or found["world_size"] == world_size
-        parts = found["ranks"][rank]["parts"] if self.sharded else found
+        if len(ranks) != found["world_size"] or (self.sharded and len(ranks) != world_size):
+            raise ValueError(f"it is of {len(ranks)} ranks")
+        others = {"format", "identity", "world_size", "ranks", "file", *_POSITION}
+        parts = ranks[rank]["parts"] if self.sharded else found
+        if given := (parts.keys() ^ self.parts.keys()) - others:
+            raise ValueError(f"not both have {', '.join(sorted(given))}")
         for name, part in self.parts.items():
+            refuse_other_state(part, parts[name])
             part.load_state_dict(parts[name])
         for name in _POSITION:
-            setattr(self, name, found.get(name, ""))
+            setattr(self, name, found.get(name, ""))  # snapshots of older code have no hash
+        if min(self.epoch, self.batch, self.step, self.metrics_bytes) < 0:
+            raise ValueError("a negative position")
         self.saved_step = self.step
-        losses = torch.cat([entry["loss_sum"] for entry in found["ranks"]])
+        losses = torch.cat([entry["loss_sum"] for entry in ranks])
+        if losses.dtype != self.loss_sum.dtype:
+            raise ValueError(f"loss_sum is {losses.dtype}")
         self.loss_sum = losses.chunk(world_size)[rank].to(self.loss_sum.device)
-        if found["world_size"] == world_size:
-            set_rng_state(found["ranks"][rank]["rng"])
+        if len(ranks) == world_size:
+            set_rng_state(ranks[rank]["rng"])
             return
         seed_everything(seed, rank, self.step)
         if not found["identity"].get("virtual_ranks"):
             log.warning(
-                f"the snapshot is of {found['world_size']} ranks, this run has {world_size}: it "
-                "resumes at the same sample, but not with the same bits"
+                f"the snapshot is of {len(ranks)} ranks, this run has {world_size}: it resumes at "
+                "the same sample, but not with the same bits"
             )
 
 

@@ -4,7 +4,6 @@ A snapshot is one file, `step_00000120.<first 16 hex digits of its SHA-256>.pt`:
 part of the name, so one rename publishes both.
 """
 
-import errno
 import hashlib
 import logging
 import os
@@ -17,16 +16,12 @@ import torch
 import torch.distributed as dist
 
 from common.errors import InputError, TrainingError
+from common.files import fix
 from common.group.collectives import agreed, broadcast
 from common.run.options import Options, refuse_another_run, refuse_unlike_rank_0
 
 FORMAT = 3
 
-_FIXES = {
-    errno.ENOSPC: "make room",
-    errno.EDQUOT: "make room within your quota",
-    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
-}
 log = logging.getLogger("recipes")
 
 
@@ -55,9 +50,9 @@ def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
     except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        fix = _FIXES.get(getattr(error, "errno", errno.ENOSPC), "make the folder writable")
+        cause = error if isinstance(error, OSError) else error.__context__
         raise TrainingError(
-            f"cannot write a snapshot into {folder} ({str(error).splitlines()[0]}): {fix}, "
+            f"cannot write a snapshot into {folder} ({str(cause).splitlines()[0]}): {fix(cause)}, "
             "then run the same command to resume from the last snapshot"
         ) from error
     return path
@@ -93,12 +88,24 @@ def read(path: Path) -> dict[str, Any]:
             f"snapshot {path} holds more than tensors and numbers, and is not loaded: "
             "it could run code"
         ) from error
-    if content.get("format") != FORMAT:
+    format_ = content.get("format") if isinstance(content, dict) else None
+    if format_ != FORMAT:
         raise InputError(
-            f"snapshot {path} has format {content.get('format')}, this code reads {FORMAT}: "
+            f"snapshot {path} has format {format_}, this code reads {FORMAT}: "
             "use the version of the code that wrote it"
         )
-    return content
+    kinds = {"identity": dict, "step": int, "metrics_bytes": int}
+    if wrong := [name for name, kind in kinds.items() if not isinstance(content.get(name), kind)]:
+        raise InputError(unlike(path, f"no {', '.join(wrong)}"))
+    return {**content, "file": str(path)}
+
+
+def unlike(path: Path | str, what: str) -> str:
+    """The message for a snapshot that is intact but does not hold what a run writes."""
+    return (
+        f"snapshot {path} does not hold this run's state ({what}): move it away to resume from the "
+        "snapshot before it"
+    )
 
 
 def find(resume: str | Path, folder: Path, identity: Options) -> dict[str, Any] | None:
@@ -117,7 +124,7 @@ def find(resume: str | Path, folder: Path, identity: Options) -> dict[str, Any] 
     found = None
     with agreed():
         if dist.get_rank() == 0 and (found := _find(resume, folder)):
-            refuse_another_run(found["identity"], identity, f"the snapshot in {folder}")
+            refuse_another_run(found["identity"], identity, f"snapshot {found['file']}")
             log.info(f"resuming after step {found['step']}")
     return broadcast(found)
 

@@ -141,7 +141,7 @@ def load_matching(model: nn.Module, path: Path) -> tuple[list[str], list[str]]:
         Names of the loaded entries, and names of the file's and the model's other entries.
 
     Raises:
-        InputError: no such file, not a weights file, or no entry fits.
+        InputError: no such file, not a weights file, no entry fits, or one is not finite.
     """
     if not path.is_file():
         raise InputError(f"--weights {path} is not a file")
@@ -152,7 +152,9 @@ def load_matching(model: nn.Module, path: Path) -> tuple[list[str], list[str]]:
     for key in ("state_dict", "model"):
         if isinstance(found, dict) and isinstance(found.get(key), dict):
             found = found[key]
-    if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in found.items()
+    ):
         raise InputError(f"--weights {path} holds no state_dict (names to tensors)")
     found = {name.removeprefix("module."): value for name, value in found.items()}
     own = model.state_dict()
@@ -163,8 +165,19 @@ def load_matching(model: nn.Module, path: Path) -> tuple[list[str], list[str]]:
             f"entries are {', '.join(list(found)[:3]) or 'none'}, the model's are "
             f"{', '.join(list(own)[:3])}"
         )
+    if bad := [name for name, value in matching.items() if not _is_finite(value)]:
+        raise InputError(
+            f"--weights {path}: {', '.join(bad[:3])} is sparse or complex, has no data, or is not "
+            "finite: give a file with a dense model's finite weights"
+        )
     model.load_state_dict(matching, strict=False)
     return list(matching), sorted((own.keys() | found.keys()) - matching.keys())
+
+
+def _is_finite(value: Tensor) -> bool:
+    """Whether a tensor has data, at every place a finite real number."""
+    plain = value.layout == torch.strided and not value.is_meta and not value.is_complex()
+    return plain and bool(value.double().isfinite().all())
 
 
 def freeze_all_but_last(model: nn.Module) -> None:

@@ -17,6 +17,9 @@ from common.terminal import log
 from common.training.ddp import warm_up
 from common.training.models import ModelOptions, build_model
 
+LAYERS = {"toy": 2, "resnet50": 19}
+"""Layers with parameters, of which a stage needs at least one."""
+
 
 @dataclass(frozen=True)
 class WholeModelOptions:

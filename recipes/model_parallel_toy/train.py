@@ -47,6 +47,7 @@ from common.terminal import set_up_logs
 from common.training.evaluate import evaluate
 from common.training.optimizer import OptimizerOptions, make_sgd, set_lr
 from recipes.model_parallel_toy.split import (
+    LAYERS,
     ParallelOptions,
     Split,
     StageState,
@@ -77,6 +78,11 @@ class Config:
             raise ValueError(f"{NAME} computes in --precision fp32 or fp64")
         if self.model.model == "toy" and self.data != DataOptions():
             raise ValueError("--model toy trains on generated points: leave out the data options")
+        if self.parallel.stages > (layers := LAYERS[self.model.model]):
+            raise ValueError(
+                f"--stages {self.parallel.stages} is more than the {layers} layers of --model "
+                f"{self.model.model}"
+            )
 
 
 def train(config: Config, ranks: Ranks) -> None:
