@@ -95,9 +95,11 @@ def _own_message(error: Exception) -> str:
 
 
 def _shortened(message: str) -> str:
-    """The first sentence of a long torch message, without its source file."""
+    """What NCCL said, or the first sentence of a long torch message without its source file."""
+    if found := re.search(r"^NCCL error.*Last error: (.+)", message):
+        return f"NCCL: {found[1]}"
     message = re.sub(r"^\[(enforce fail at )?\S+\.(cc|cpp):\d+\] ", "", message)
-    return re.sub(r"\. .*", "", message) if len(message) > 160 else message.rstrip(".")
+    return re.sub(r"(?<!e\.g)\. .*", "", message) if len(message) > 160 else message.rstrip(".")
 
 
 def show_cause(failed: Sequence[tuple[int, int]], silent: dict[int, str], errors: Path) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import driver
 from common.errors import STATUS_STOPPED, STOP_SIGNALS, InputError
 from common.launch.port import listen
 from common.launch.process import command_line, python_path
@@ -83,15 +84,7 @@ class LaunchOptions:
     @property
     def processes(self) -> int:
         """Processes to start on this host."""
-        return self.nproc or _visible_gpus() or 2
-
-
-def _visible_gpus() -> int:
-    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
-        return 0  # without asking torch, whose import takes a second
-    import torch
-
-    return torch.cuda.device_count()
+        return self.nproc or driver.usable_gpus() or 2
 
 
 @dataclass(frozen=True)
