@@ -7,7 +7,10 @@ LOCKED_MEMORY_HINT = (
     "ulimit -l unlimited; docker: --ulimit memlock=-1; Slurm: PropagateResourceLimitsExcept=MEMLOCK"
 )
 
-_TIMED_OUT = r"Timed out waiting \d+ms|Watchdog caught collective operation timeout"
+WATCHDOG = "Watchdog caught collective operation timeout"
+"""What torch's watchdog of NCCL says before it aborts a rank that waited too long."""
+
+_TIMED_OUT = rf"Timed out waiting \d+ms|{WATCHDOG}"
 
 # What a rank says when another rank is gone or silent: the cause is in the other rank's message.
 _FOLLOWS = (
@@ -16,8 +19,8 @@ _FOLLOWS = (
     r"remote process exited or there was a network error|NET/IB.*: Got completion from peer"
 )
 
-# Before the rows of PyTorch and the kernel, whose patterns match some of these messages, too.
-_GPUS = {
+_TABLE = {
+    # NCCL and the driver come first: patterns below match some of their messages, too.
     r"attaching to shared memory segment|cuMem host allocations": (
         "on a host whose NUMA nodes differ, NCCL may fail like this: set NCCL_CUMEM_HOST_ENABLE=0, "
         "or in a container add --cap-add SYS_NICE"
@@ -75,9 +78,6 @@ _GPUS = {
     r"no CUDA-capable device": (
         "check CUDA_VISIBLE_DEVICES, and that nvidia-smi -L lists a GPU, or in MIG mode an instance"
     ),
-}
-
-_TABLE = _GPUS | {
     r"killed by SIGKILL": "perhaps out of memory (see dmesg): try half the --global-batch-size",
     r"killed by SIGSEGV": (
         "a library crashed; PYTHONFAULTHANDLER=1 shows where. If in NCCL, NCCL_CUMEM_HOST_ENABLE=0 "
@@ -154,3 +154,8 @@ def follows(error: Exception) -> bool:
 def timed_out(error: Exception) -> bool:
     """Whether another rank did not answer, rather than being gone."""
     return bool(re.search(_TIMED_OUT, str(error)))
+
+
+def ended_by_watchdog(said: str) -> set[int]:
+    """The ranks that waited for another one until NCCL's watchdog aborted them."""
+    return {int(rank) for rank in re.findall(rf"\[Rank (\d+)\].*{WATCHDOG}", said)}
