@@ -33,6 +33,8 @@ class DeviceBatches:
         self.loader, self.device, self.dtype = loader, device, dtype
         mean_of, std_of = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (mean, std))
         self.scale, self.shift = 1 / (255 * std_of), mean_of / std_of
+        # One for all epochs, because the memory that a batch leaves is used again on its stream.
+        self.copying = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
     def num_workers(self) -> int:
@@ -48,11 +50,12 @@ class DeviceBatches:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(images, labels) on the device."""
-        if self.device.type != "cuda":
+        copying, ready = self.copying, None
+        if copying is None:
             for images, labels in self.loader:
                 yield self.prepare(images), labels
             return
-        copying, ready = torch.cuda.Stream(self.device), None
+        copying.wait_stream(torch.cuda.current_stream(self.device))  # made scale and shift
         for images, labels in self.loader:
             with torch.cuda.stream(copying):
                 batch = self.prepare(images), labels.to(self.device, non_blocking=True)

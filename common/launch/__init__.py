@@ -8,6 +8,7 @@ torch is loaded.
 Environment variables of the project, all of them:
 
     RECIPES_ERRORS        file in which ranks leave their errors for the process that started them
+    RECIPES_MESSAGES      pipe on which that process reads what libraries of the ranks say
     RECIPES_PARENT        that process's id: a rank ends when that process ends
     RECIPES_COMMAND       the command that the user typed
     RECIPES_LISTEN_FD     rank 0's socket, bound by the launcher

@@ -3,18 +3,86 @@
 import re
 
 SHARED_MEMORY_HINT = "in a container give --shm-size=8g or --ipc=host"
+LOCKED_MEMORY_HINT = (
+    "ulimit -l unlimited; docker: --ulimit memlock=-1; Slurm: PropagateResourceLimitsExcept=MEMLOCK"
+)
 
-_TIMED_OUT = r"Timed out waiting \d+ms|Watchdog caught collective operation timeout"
+WATCHDOG = "Watchdog caught collective operation timeout"
+"""What torch's watchdog of NCCL says before it aborts a rank that waited too long."""
+
+_TIMED_OUT = rf"Timed out waiting \d+ms|{WATCHDOG}"
 
 # What a rank says when another rank is gone or silent: the cause is in the other rank's message.
 _FOLLOWS = (
-    r"Connection (closed|reset) by peer|Connection refused|Broken pipe|Application timeout caused "
-    rf"pair closure|{_TIMED_OUT}|NCCL communicator was aborted|"
-    r"remote process exited or there was a network error"
+    r"Connection (closed|reset) by (remote )?peer|Connection refused|Broken pipe|Application "
+    rf"timeout caused pair closure|{_TIMED_OUT}|NCCL communicator was aborted|"
+    r"remote process exited or there was a network error|NET/IB.*: Got completion from peer"
 )
 
 _TABLE = {
+    # NCCL and the driver come first: patterns below match some of their messages, too.
+    r"attaching to shared memory segment|cuMem host allocations": (
+        "on a host whose NUMA nodes differ, NCCL may fail like this: set NCCL_CUMEM_HOST_ENABLE=0, "
+        "or in a container add --cap-add SYS_NICE"
+    ),
+    r"shared memory (segment|file)|failed to extend /dev/shm|killed by SIGBUS": (
+        f"make room in /dev/shm, which each user must be able to write: {SHARED_MEMORY_HINT}"
+    ),
+    r"ibv_(reg|create)\w+ failed with error Cannot allocate memory": (
+        f"InfiniBand may lock too little memory: {LOCKED_MEMORY_HINT}"
+    ),
+    r"Call to ibv_(open|query|modify)|NET/IB : Unable to": (
+        "choose InfiniBand or RoCE ports that reach each other (NCCL_IB_HCA, and NCCL_IB_GID_INDEX "
+        "unset), give a container --device /dev/infiniband, or set NCCL_IB_DISABLE=1"
+    ),
+    r"Duplicate GPU detected|Multiple Ranks are using the same GPU": (
+        "start one process per GPU, or give --backend gloo, with which ranks can share a GPU"
+    ),
+    r"Mismatched NCCL version": "give every host the same image or environment",
+    r"NVLink SHARP|multicast-bind|MNNVL": (
+        "restart nvidia-fabricmanager (and nvidia-imex) on the host, or do without: "
+        "NCCL_NVLS_ENABLE=0 NCCL_MNNVL_ENABLE=0"
+    ),
+    r"P2P is disabled between|Could not enable P2P|peer access is not supported": (
+        "these GPUs cannot read each other's memory: set NCCL_P2P_DISABLE=1, which is slower"
+    ),
+    r"no socket interface found|no device found (matching|after)|exceeded error retry count": (
+        "choose the interface that leads to the other hosts: NCCL_SOCKET_IFNAME (make doctor lists "
+        "the interfaces); a firewall must let all ports pass between the hosts"
+    ),
+    r"libcuda\.so\.1 is not found|Failed to load CUDA driver|CUDA driver is a stub": (
+        "install the driver on the host; give a container --gpus all, and "
+        "NVIDIA_DRIVER_CAPABILITIES=compute,utility; leave CUDA's folder stubs out of "
+        "LD_LIBRARY_PATH"
+    ),
+    r"may not open /dev/nvidia": (
+        "start the container again (systemctl daemon-reload takes its GPUs away), or let the user "
+        "join the group that owns the file"
+    ),
+    r"system not yet initialized": (
+        "start the fabric manager of the driver's version on the host: systemctl start "
+        "nvidia-fabricmanager"
+    ),
+    r"unsupported display driver / cuda driver combination|forward compatibility was attempted": (
+        "the kernel runs another version of the driver than its library: reboot the host after an "
+        "update, and leave cuda-compat out of LD_LIBRARY_PATH"
+    ),
+    r"CUDA (unknown error|error: unknown error|error 999)|(Error|Cuda failure) 999": (
+        "load the module nvidia-uvm again on the host (sudo rmmod nvidia_uvm; sudo modprobe "
+        "nvidia_uvm), then start the container again: /dev/nvidia-uvm must be in it"
+    ),
+    r"busy or unavailable": (
+        "another process has the GPU in exclusive mode (nvidia-smi -c DEFAULT ends that), or it is "
+        "in MIG mode without an instance (nvidia-smi -L lists the instances)"
+    ),
+    r"no CUDA-capable device": (
+        "check CUDA_VISIBLE_DEVICES, and that nvidia-smi -L lists a GPU, or in MIG mode an instance"
+    ),
     r"killed by SIGKILL": "perhaps out of memory (see dmesg): try half the --global-batch-size",
+    r"killed by SIGSEGV": (
+        "a library crashed; PYTHONFAULTHANDLER=1 shows where. If in NCCL, NCCL_CUMEM_HOST_ENABLE=0 "
+        "may help"
+    ),
     r"killed by SIGABRT": (
         "its own message is above. Did all ranks call the same collectives, and use every "
         "parameter? TORCH_DISTRIBUTED_DEBUG=DETAIL names them"
@@ -29,15 +97,16 @@ _TABLE = {
         "calls other collectives (TORCH_DISTRIBUTED_DEBUG=DETAIL names them), or the network is cut"
     ),
     _FOLLOWS: "a rank that this rank talked to is gone: look for its error, on its host",
-    r"op\.preamble\.length|Mismatch between collective": (
+    r"op\.preamble\.length|Mismatch between collective|message truncated": (
         "the ranks call different collectives, or tensors of different sizes: "
         "TORCH_DISTRIBUTED_DEBUG=DETAIL names them"
     ),
-    r"CUDA out of memory|can't allocate memory|Cannot allocate memory|MemoryError": (
+    r"CUDA out of memory|Cuda failure.*out of memory|Failed to CUDA|can't allocate memory|"
+    r"Cannot allocate memory|MemoryError": (
         "out of memory: try half the --global-batch-size, --precision bf16, or fewer --num-workers"
     ),
     r"Address already in use|EADDRINUSE": "give another MASTER_PORT; on one host leave it out",
-    r"invalid device ordinal|no CUDA-capable device": (
+    r"invalid device ordinal": (
         "fewer GPUs than processes: set --nproc to the number of GPUs that nvidia-smi lists"
     ),
     r"driver version is insufficient|driver on your system is too old": (
@@ -49,7 +118,7 @@ _TABLE = {
     r"Permission denied|Read-only file system": (
         "choose an --output-dir that you may write, and a --data-path that you may read"
     ),
-    r"No route to host|Network is unreachable|unable to find (network )?interface|ncclRemoteError|"
+    r"No route to host|Network is unreachable|unable to find (network )?interface|"
     r"ncclSystemError": (
         "choose the interface that leads to the other hosts: GLOO_SOCKET_IFNAME, "
         "NCCL_SOCKET_IFNAME (make doctor lists the interfaces)"
@@ -85,3 +154,8 @@ def follows(error: Exception) -> bool:
 def timed_out(error: Exception) -> bool:
     """Whether another rank did not answer, rather than being gone."""
     return bool(re.search(_TIMED_OUT, str(error)))
+
+
+def ended_by_watchdog(said: str) -> set[int]:
+    """The ranks that waited for another one until NCCL's watchdog aborted them."""
+    return {int(rank) for rank in re.findall(rf"\[Rank (\d+)\].*{WATCHDOG}", said)}

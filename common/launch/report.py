@@ -95,21 +95,27 @@ def _own_message(error: Exception) -> str:
 
 
 def _shortened(message: str) -> str:
-    """The first sentence of a long torch message, without its source file."""
+    """What NCCL said, or the first sentence of a long torch message without its source file."""
+    if found := re.search(r"^NCCL error.*Last error: (.+)", message):
+        return f"NCCL: {found[1]}"
     message = re.sub(r"^\[(enforce fail at )?\S+\.(cc|cpp):\d+\] ", "", message)
-    return re.sub(r"\. .*", "", message) if len(message) > 160 else message.rstrip(".")
+    return re.sub(r"(?<!e\.g)\. .*", "", message) if len(message) > 160 else message.rstrip(".")
 
 
-def show_cause(failed: Sequence[tuple[int, int]], silent: dict[int, str], errors: Path) -> int:
+def show_cause(
+    failed: Sequence[tuple[int, int]], silent: dict[int, str], errors: Path, said: str = ""
+) -> int:
     """Show the failure that caused the others; return the exit status of the run.
 
     A killed rank reports nothing, and its peers report that it is gone: the kill is the cause.
     NCCL aborts the peers of a rank that failed by itself: that rank's report is the cause.
+    NCCL's watchdog aborts a rank that waited too long: the rank without its message is the cause.
 
     Args:
         failed: rank and exit status (negative: a signal) of the ranks that ended, in that order.
         silent: ranks that had to be killed because they did not end, and what each was doing.
         errors: file with the ranks' reports.
+        said: what the ranks' libraries wrote to stderr.
     """
     statuses = {status for _, status in failed}
     if statuses <= {STATUS_STOPPED}:
@@ -121,8 +127,12 @@ def show_cause(failed: Sequence[tuple[int, int]], silent: dict[int, str], errors
     reports.sort(key=lambda entry: entry["time"])
     own = next((entry for entry in reports if not entry["follows"]), None)
     reported = {entry["rank"] for entry in reports}
-    killed = [(r, s) for r, s in failed if s < 0 and not (own and s == -signal.SIGABRT)]
-    mute = [(r, s) for r, s in failed if s not in (0, STATUS_STOPPED) and r not in reported]
+    waited = hints.ended_by_watchdog(said)
+    explained = -signal.SIGABRT if own or waited else None
+    killed = [(r, s) for r, s in failed if s < 0 and s != explained]
+    aborted = {rank: "its own message is above" for rank, s in failed if s == explained}
+    hung = {rank: state for rank, state in (aborted | silent).items() if rank not in waited}
+    mute = [(r, s) for r, s in failed if s > 0 and s != STATUS_STOPPED and r not in reported]
     busy = set(silent.values()) != {"waiting"}
     host = socket.gethostname()
     if killed:
@@ -137,14 +147,16 @@ def show_cause(failed: Sequence[tuple[int, int]], silent: dict[int, str], errors
         rank, status = mute[0]
         say(f"error: rank {rank} on {host} exited with status {status}; its message is above")
         return STATUS_BAD_INPUT if status == STATUS_BAD_INPUT else STATUS_FAILED
-    elif silent and (not reports or (reports[0]["timed_out"] and busy)):
-        rank, state = max(silent.items(), key=lambda item: item[1] != "waiting")
+    elif waited and not hung:  # the rank that hangs is on another host
+        say(f"error: {hints.with_hint(f'rank {min(waited)} on {host}: {hints.WATCHDOG}')}")
+    elif hung and (waited or not reports or (reports[0]["timed_out"] and busy)):
+        rank, state = max(hung.items(), key=lambda item: item[1] != "waiting")
         say(
             f"error: rank {rank} on {host} stopped answering ({state}); the other ranks waited "
             "--timeout-s for it"
         )
     else:  # the cause is on another host, or a rank waits for a peer that does not answer
         ranks = ", ".join(map(str, silent))
-        waited = f" (rank {ranks} here went on waiting)" if silent else ""
-        say(f"{reports[0]['line']}{waited}\n{reports[0]['traceback']}")
+        still = f" (rank {ranks} here went on waiting)" if silent else ""
+        say(f"{reports[0]['line']}{still}\n{reports[0]['traceback']}")
     return STATUS_FAILED

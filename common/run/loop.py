@@ -76,7 +76,8 @@ class Loop:
 
     def epochs(self) -> range:
         """Begin to listen for stop signals; return the epochs still to do, counted from 0."""
-        self._stop, self._speed = StopAgreement(), Throughput(self.run.devices)
+        devices = self.run.devices
+        self._stop, self._speed = StopAgreement(devices), Throughput(devices)
         if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is ignored
             signal.signal(signal.SIGINT, self._interrupt)
         self._progress = progress_bar(self.last_step, self.state.step, self.run.ranks)
