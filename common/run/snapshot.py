@@ -58,6 +58,8 @@ class TrainingState:
     """Length of metrics.jsonl at the last snapshot."""
     metrics_sha256: str = ""
     """Hash of metrics.jsonl at the last snapshot; empty in snapshots of older code."""
+    best: dict[str, Any] | None = None
+    """The best epoch before the last evaluation: its summary, and on rank 0 its weights."""
     saved_step: int = -1
     """Step of the newest snapshot, which is not written twice."""
     # On Linux nice() holds for one thread: training comes first if cores are few.
@@ -100,6 +102,7 @@ class TrainingState:
                 "identity": dict(identity),
                 "world_size": len(ranks),
                 "ranks": ranks,
+                "best": self.best,
                 **parts,
                 **{name: getattr(self, name) for name in _POSITION},
             }
@@ -136,7 +139,7 @@ class TrainingState:
             part.load_state_dict(parts[name])
         for name in _POSITION:
             setattr(self, name, found.get(name, ""))
-        self.saved_step = self.step
+        self.saved_step, self.best = self.step, found.get("best")
         losses = torch.cat([entry["loss_sum"] for entry in found["ranks"]])
         self.loss_sum = losses.chunk(world_size)[rank].to(self.loss_sum.device)
         if found["world_size"] == world_size:

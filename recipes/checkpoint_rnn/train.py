@@ -46,7 +46,7 @@ from common.run.options import RunOptions
 from common.run.snapshot import Stateful
 from common.seeds import mixed_precision, seed_everything, set_determinism
 from common.terminal import log, set_up_logs
-from common.training.optimizer import OptimizerOptions, SmallBatchOptions, set_lr
+from common.training.optimizer import ScheduleOptions, set_lr
 from recipes.checkpoint_rnn.adding import (
     AddingRNN,
     RecurrentOptions,
@@ -78,9 +78,7 @@ class Config:
     run: RunOptions = field(default_factory=RunOptions)
     sequence: SequenceOptions = field(default_factory=SequenceOptions)
     network: RecurrentOptions = field(default_factory=RecurrentOptions)
-    optimizer: OptimizerOptions = field(
-        default_factory=partial(SmallBatchOptions, epochs=20, lr=0.02, momentum=0, weight_decay=0)
-    )
+    optimizer: ScheduleOptions = field(default_factory=partial(ScheduleOptions, epochs=20, lr=0.02))
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
 
     def __post_init__(self) -> None:
@@ -105,8 +103,6 @@ class Config:
             raise ValueError("--segments auto and --memory-budget BYTES belong together")
         if not 0 <= self.network.dropout < 1 or (self.network.dropout and self.network.layers < 2):
             raise ValueError("--dropout needs --layers 2 or more, and must be from 0 to below 1")
-        if self.optimizer.momentum or self.optimizer.weight_decay:
-            raise ValueError(f"{NAME} trains with Adam: no --momentum, no --weight-decay")
         if self.run.precision in ("bf16", "fp16"):
             raise ValueError(f"{NAME} computes in --precision fp32 or fp64")
 
@@ -164,7 +160,7 @@ def train(config: Config, ranks: Ranks) -> None:
                 loop.after_step(loss)
             loop.save()  # before the evaluation, which may take long
             result = evaluate(model, val_loader, device, dtype)
-            loop.after_epoch(result, model.state_dict())
+            loop.after_epoch(result, model.state_dict)
 
         # report
         used = memory.above_start()

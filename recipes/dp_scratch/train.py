@@ -47,7 +47,7 @@ from common.run.snapshot import Stateful
 from common.seeds import mixed_precision, seed_everything, set_determinism
 from common.terminal import log, set_up_logs
 from common.training.evaluate import evaluate
-from common.training.optimizer import OptimizerOptions, SmallBatchOptions
+from common.training.optimizer import ScheduleOptions
 from recipes.dp_scratch.lenet import initialize, lenet, refuse_other_images
 from recipes.dp_scratch.lesson import show_lesson
 
@@ -70,17 +70,11 @@ class Config:
 
     run: RunOptions = field(default_factory=RunOptions)
     data: DataOptions = field(default_factory=partial(DataOptions, image_size=28))
-    optimizer: OptimizerOptions = field(
-        default_factory=partial(
-            SmallBatchOptions, epochs=15, lr=0.2, momentum=0.0, weight_decay=0.0
-        )
-    )
+    optimizer: ScheduleOptions = field(default_factory=partial(ScheduleOptions, epochs=15, lr=0.2))
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
     def __post_init__(self) -> None:
-        """Refuse options that the plain update does not have."""
-        if self.optimizer.momentum or self.optimizer.weight_decay:
-            raise ValueError("dp_scratch's update is plain: no --momentum, no --weight-decay")
+        """Refuse a precision that the update does not have."""
         if self.run.precision in ("bf16", "fp16"):
             raise ValueError("dp_scratch computes in --precision fp32 or fp64")
 
@@ -194,7 +188,7 @@ def train(config: Config, ranks: Ranks) -> None:
                     loop.after_step(loss)
                 loop.save()  # before the evaluation, which may take long
                 result = evaluate(replicas, val_loader, len(data.val), device)
-                loop.after_epoch(result, replicas.state_dict())
+                loop.after_epoch(result, replicas.state_dict)
 
             # report
             loop.finish(replicas.state_dict())
