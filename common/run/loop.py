@@ -98,21 +98,25 @@ class Loop:
         """Count a step, log it, and stop or save after it if that is due.
 
         Args:
-            losses: of this rank's samples in the batch's order, or their mean. With one loss per
-                sample, the bits of the logged mean do not depend on the number of ranks.
+            losses: of this rank's samples (samples, ...) in the batch's order, or their mean. With
+                one loss per sample, the bits of the logged mean do not depend on the number of
+                ranks.
 
         Raises:
             TrainingError: a loss is not finite, on any rank; raised on every rank.
             StopRequested: a signal came; the state is saved.
         """
         run, state, lr = self.run, self.state, self.lr
-        state.loss_sum = state.loss_sum + losses.detach().double()
+        losses = losses.detach()
+        if losses.dim() > 1:  # of time steps or pixels: one mean per sample
+            losses = losses.flatten(1).mean(1)
+        state.loss_sum = state.loss_sum + losses.double()
         state.batch += 1
         state.step += 1
         self._speed.add(self.batches.global_batch_size)
         self._progress.update()
         if state.step % run.options.log_every == 0:
-            gathered = gather_numbers(losses.detach())
+            gathered = gather_numbers(losses)
             snapshot.refuse_non_finite(gathered, state.step, run.snapshots)
             mean_loss = gathered.flatten().mean().item()
             self._progress.set_postfix({"loss": f"{mean_loss:.4f}"}, refresh=False)
@@ -140,28 +144,22 @@ class Loop:
         """Log the epoch, then move to the next one, or stop before it.
 
         Args:
-            result: on the validation data.
+            result: on the validation data; its metrics are logged as `val_NAME`.
             state_dict: of the unwrapped model, for `--epoch-weights`.
 
         Raises:
-            TrainingError: the validation loss is not finite.
+            TrainingError: a metric is not finite.
             StopRequested: a signal came; the state is saved.
         """
         run, state = self.run, self.state
-        snapshot.refuse_non_finite(torch.tensor([[result.loss]]), state.step, run.snapshots)
+        means = torch.tensor([[*result.means.values()]])
+        snapshot.refuse_non_finite(means, state.step, run.snapshots, ", ".join(result.means))
         losses = gather_numbers(state.loss_sum / state.batch)
-        self._train_loss, self._result = losses.flatten().mean().item(), result
-        run.metrics(
-            state.step,
-            state.epoch,
-            train_loss=self._train_loss,
-            val_loss=result.loss,
-            val_accuracy=result.accuracy,
-        )
-        log.info(
-            f"epoch {state.epoch + 1}/{self.options.epochs}: train_loss {self._train_loss:.4f}, "
-            f"val_loss {result.loss:.4f}, val_accuracy {result.accuracy:.4f}"
-        )
+        self._result, self._metrics = result, {"train_loss": losses.flatten().mean().item()}
+        self._metrics |= {f"val_{name}": mean for name, mean in result.means.items()}
+        run.metrics(state.step, state.epoch, **self._metrics)
+        found = ", ".join(f"{name} {value:.4f}" for name, value in self._metrics.items())
+        log.info(f"epoch {state.epoch + 1}/{self.options.epochs}: {found}")
         if run.options.epoch_weights and run.ranks.is_main:
             save_weights(state_dict, run.folder / "weights" / f"epoch_{state.epoch:04d}.pt")
         self._speed.resume()
@@ -179,9 +177,8 @@ class Loop:
         summary = {
             "epochs": self.state.epoch + 1,
             "steps": self.state.step,
-            "train_loss": self._train_loss,
-            "val_accuracy": result.accuracy,
-            "val_correct": result.correct,
+            **self._metrics,
+            **({"val_correct": result.correct} if "accuracy" in result.means else {}),
             "val_total": result.total,
             "samples_per_s": self._speed.samples_per_s,
             "peak_memory_bytes": peak_memory_bytes(self.run.devices),
