@@ -25,7 +25,7 @@ def set_up_logs(ranks: Ranks) -> None:
 
 
 def progress_bar(
-    total: int,
+    total: int | None,
     initial: int,
     ranks: Ranks,
     unit: str = "step",

@@ -65,6 +65,7 @@ def test_make_run_trains_with_its_defaults(recipe: Recipe) -> None:
         "epochs",
         "steps",
         "train_loss",
+        "val_loss",
         "val_accuracy",
         "val_correct",
         "val_total",

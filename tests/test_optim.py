@@ -66,7 +66,7 @@ def stepped(options: OptimizerOptions, *, scaled: bool, size: float) -> list[tor
     optimizer = make_optimizer(parameters, options, scaled=scaled)
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
     loss = size * (3 * parameters[0][0] + 4 * parameters[1][0])
-    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+    scaler.scale(loss).backward()
     clip_gradients(optimizer, options, scaler)
     scaler.step(optimizer)
     return [p.detach() for p in parameters]
@@ -74,9 +74,9 @@ def stepped(options: OptimizerOptions, *, scaled: bool, size: float) -> list[tor
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_gradients_are_clipped_by_their_norm_without_the_scalers_factor(*, scaled: bool) -> None:
-    plain = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
+    options = OptimizerOptions(lr=1.0, momentum=0.0, weight_decay=0.0, clip_grad_norm=1.0)
     for size, expected in ((10, [[0.4, 1.0], [0.2]]), (0.1, [[0.7, 1.0], [0.6]])):
-        clipped = stepped(OptimizerOptions(clip_grad_norm=1.0, **plain), scaled=scaled, size=size)
+        clipped = stepped(options, scaled=scaled, size=size)
         assert [p.tolist() for p in clipped] == [pytest.approx(e, abs=1e-5) for e in expected]
 
 

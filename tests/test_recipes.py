@@ -489,14 +489,14 @@ def test_the_recommendation_is_the_smallest_that_nothing_beats() -> None:
 class Slow(Samples):
     """A sample takes two milliseconds of waiting, as for a disk."""
 
-    def __getitems__(self, keys: Sequence[Key]) -> list[Tensor]:
+    def __getitems__(self, keys: Sequence[Key]) -> Any:
         time.sleep(0.002 * len(keys))
         return super().__getitems__(keys)
 
 
 def test_what_is_measured_is_loading_and_not_what_was_loaded_before() -> None:
     """200 samples of 2 ms by two processes take 0.2 s: none may be ready when the clock starts."""
-    samples = Slow([(torch.zeros(1), 0)], [0] * 200, torch.Tensor.clone, 0)
+    samples = Slow([(torch.zeros(1), 0)], [0] * 200, 0)
     epoch = [[(0, index) for index in range(start, start + 10)] for start in range(0, 200, 10)]
     for workers, ideal in ((0, 500), (2, 1000)):
         for make in (make_loader, make_stream_loader):

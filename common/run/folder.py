@@ -152,7 +152,9 @@ class Run:
         with agreed():
             if self.ranks.is_main:
                 self._write_record(manifest, state.step, global_batch_size)
-                write_json(self.folder / "class_indices.json", dict(enumerate(data.class_names)))
+                if data.class_names:
+                    names = dict(enumerate(data.class_names))
+                    write_json(self.folder / "class_indices.json", names)
                 self._metrics = (self.folder / "metrics.jsonl").open("ab+")
                 self._metrics.truncate(state.metrics_bytes)
                 self._metrics.seek(0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.data.datasets import Data
 from common.data.stream import GlobalBatches
-from common.errors import InputError, StopRequested
+from common.errors import StopRequested, TrainingError
 from common.files import save_weights
 from common.group.collectives import gather_numbers
 from common.group.stop import StopAgreement
@@ -112,22 +112,26 @@ class Loop:
         """Count a step, log it, and stop or save after it if that is due.
 
         Args:
-            losses: of this rank's samples in the batch's order, or their mean. With one loss per
-                sample, the bits of the logged mean do not depend on the number of ranks.
+            losses: of this rank's samples (samples, ...) in the batch's order, or their mean. With
+                one loss per sample, the bits of the logged mean do not depend on the number of
+                ranks.
 
         Raises:
             TrainingError: a loss is not finite, on any rank; raised on every rank.
             StopRequested: a signal came; the state is saved.
         """
         run, state, lr = self.run, self.state, self.lr
-        state.loss_sum = state.loss_sum + losses.detach().double()
+        losses = losses.detach()
+        if losses.dim() > 1:  # of time steps or pixels: one mean per sample
+            losses = losses.flatten(1).mean(1)
+        state.loss_sum = state.loss_sum + losses.double()
         state.batch += 1
         state.step += 1
         self._speed.add(self.batches.global_batch_size)
         self._progress.update()
         if state.step % self.log_every == 0:
             of_epoch = state.loss_sum / state.batch
-            gathered = gather_numbers(torch.stack([losses.detach().to(of_epoch), of_epoch]))
+            gathered = gather_numbers(torch.stack([losses.to(of_epoch), of_epoch]))
             snapshot.refuse_non_finite(gathered, state.step, run.snapshots)
             loss, mean_loss = (part.flatten().mean().item() for part in gathered.chunk(2, dim=1))
             self._progress.set_postfix_str(f"loss {loss:.4f}, mean {mean_loss:.4f}", refresh=False)
@@ -149,29 +153,31 @@ class Loop:
         """Log the epoch, then move to the next one, or stop before it.
 
         Args:
-            result: on the validation data.
+            result: on the validation data; its metrics are logged as `val_NAME`.
             state_dict: gives the unwrapped model's, for best.pt and `--epoch-weights`. If it is
                 called, it is called on every rank; only rank 0's result counts.
 
         Raises:
-            TrainingError: the validation loss is not finite.
+            TrainingError: a metric is not finite, or there is none of that name.
             StopRequested: a signal came; the state is saved.
         """
         run, state = self.run, self.state
-        snapshot.refuse_non_finite(torch.tensor([[result.loss]]), state.step, run.snapshots)
+        means = torch.tensor([[*result.means.values()]])
+        snapshot.refuse_non_finite(means, state.step, run.snapshots, ", ".join(result.means))
         losses = gather_numbers(state.loss_sum / state.batch)
-        self._train_loss, self._result = losses.flatten().mean().item(), result
-        values = {"val_loss": result.loss, "val_accuracy": result.accuracy}
-        run.metrics(state.step, state.epoch, train_loss=self._train_loss, **values)
-        log.info(
-            f"epoch {state.epoch + 1}/{self.options.epochs}: train_loss {self._train_loss:.4f}, "
-            f"val_loss {result.loss:.4f}, val_accuracy {result.accuracy:.4f}"
-        )
-        is_best = self._is_best(values)
-        weights = state_dict() if is_best or run.options.epoch_weights else {}
-        if is_best:
-            metric = run.options.best_by
-            state.best = {"file": "best.pt", "epochs": state.epoch + 1, metric: values[metric]}
+        self._result, self._metrics = result, {"train_loss": losses.flatten().mean().item()}
+        self._metrics |= {f"val_{name}": mean for name, mean in result.means.items()}
+        run.metrics(state.step, state.epoch, **self._metrics)
+        found = ", ".join(f"{name} {value:.4f}" for name, value in self._metrics.items())
+        log.info(f"epoch {state.epoch + 1}/{self.options.epochs}: {found}")
+        best_by = self._best_metric()
+        weights = state_dict() if best_by or run.options.epoch_weights else {}
+        if best_by:
+            state.best = {
+                "file": "best.pt",
+                "epochs": state.epoch + 1,
+                best_by: self._metrics[best_by],
+            }
             if run.ranks.is_main:
                 kept = {k: v.detach().to("cpu", copy=True) for k, v in weights.items()}
                 save_weights(kept, run.folder / "best.pt")
@@ -187,15 +193,22 @@ class Loop:
         else:
             self._progress.close()
 
-    def _is_best(self, values: dict[str, float]) -> bool:
-        """Whether the epoch with these metrics is better than every epoch before it."""
-        metric, best = self.run.options.best_by, self.state.best
+    def _best_metric(self) -> str | None:
+        """The metric of `--best-by` if the last epoch is the best so far."""
+        asked, best, found = self.run.options.best_by, self.state.best, self._metrics
+        metric = asked or ("val_accuracy" if "val_accuracy" in found else "val_loss")
         if metric == "none":
-            return False
-        if metric not in values:
-            raise InputError(f"--best-by {metric} is none of {', '.join(values)}")
+            return None
+        if metric not in found:
+            raise TrainingError(
+                f"--best-by {metric} is no metric of this run: give {', '.join(found)}, or none, "
+                "with the same --output-dir"
+            )
+        if best and metric not in best:
+            log.warning(f"best.pt: epochs before this one count no more, but for {metric}")
         sign = -1 if metric.endswith("loss") else 1
-        return best is None or sign * values[metric] > sign * best[metric]
+        better = not best or metric not in best or sign * found[metric] > sign * best[metric]
+        return metric if better else None
 
     def finish(self, state_dict: dict[str, Tensor], **more: Any) -> None:
         """Write the model and the summary, to which `more` is added."""
@@ -204,9 +217,8 @@ class Loop:
         summary: dict[str, Any] = {
             "epochs": self.state.epoch + 1,
             "steps": self.state.step,
-            "train_loss": self._train_loss,
-            "val_accuracy": result.accuracy,
-            "val_correct": result.correct,
+            **self._metrics,
+            **({"val_correct": result.correct} if "accuracy" in result.means else {}),
             "val_total": result.total,
             **self._speed.measured(),
             "peak_memory_bytes": peak_memory_bytes(self.run.devices),

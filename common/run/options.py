@@ -32,9 +32,10 @@ class RunOptions:
     """Steps between two lines of metrics [steps]; the loss is averaged over ranks."""
     epoch_weights: bool = free(False)
     """Keep the weights after each epoch, in weights/."""
-    best_by: str = "val_accuracy"
-    """Metric that chooses the epoch whose weights are kept in best.pt, or none.
-    The lowest loss or the highest value of any other metric, of equal ones the first."""
+    best_by: str | None = free(None)
+    """Metric that chooses the epoch whose weights are kept in best.pt, or none for no such file.
+    The lowest loss is the best, and the highest value of any other metric.
+    None: val_accuracy, or val_loss in a recipe without accuracy."""
     seed: int = 0
     """Seed of the weights, the data order, the augmentation and the split."""
     device: Literal["auto", "cpu", "cuda"] = free("auto")

@@ -168,14 +168,14 @@ def _write(folder: Path, step: int, content: dict[str, Any], keep: int) -> None:
         old.unlink(missing_ok=True)
 
 
-def refuse_non_finite(losses: Tensor, step: int, folder: Path) -> None:
+def refuse_non_finite(losses: Tensor, step: int, folder: Path, what: str = "loss") -> None:
     """Raise TrainingError on every rank if any rank's loss is not finite.
 
-    `losses` is (world_size, any number), the same on every rank.
+    `losses` is (world_size, any number), the same on every rank; `what` names them.
     """
     bad = [rank for rank, values in enumerate(losses) if not values.isfinite().all()]
     if bad:
         raise TrainingError(
-            f"the loss is not finite on rank {', '.join(map(str, bad))} by step {step}: "
+            f"the {what} is not finite on rank {', '.join(map(str, bad))} by step {step}: "
             f"try a lower --lr or --warmup-epochs; last good snapshot: {newest_name(folder)}"
         )

@@ -130,7 +130,7 @@ def train(config: Config, ranks: Ranks) -> None:
                 if parallel.virtual_ranks:
                     seed_shards(ddp, seed, loop.state.step)
                 losses = []
-                for part, truth in micro_batches(ddp, images, labels, parallel.accumulate):
+                for part, truth in micro_batches(ddp, (images, labels), parallel.accumulate):
                     with autocast:
                         losses.append(cross_entropy(ddp(part), truth, reduction="none"))
                     scaler.scale(losses[-1].sum() / len(labels)).backward()
@@ -141,7 +141,7 @@ def train(config: Config, ranks: Ranks) -> None:
                 loop.after_step(torch.cat(losses))
             loop.save()  # before the evaluation, which may take long
             # The model inside, because ddp's forward would wait for the other ranks.
-            result = evaluate(model, val_loader, len(data.val), device)
+            result = evaluate(model, val_loader, len(data.val))
             loop.after_epoch(result, model.state_dict)
 
         # report

@@ -172,7 +172,7 @@ def train(config: Config, ranks: Ranks) -> None:
                 optimizer.zero_grad(set_to_none=True)
                 loop.after_step(loss)
             loop.save()  # before the evaluation, which may take long
-            result = evaluate(model, val_loader, len(data.val), device)
+            result = evaluate(model, val_loader, len(data.val))
             loop.after_epoch(result, model.state_dict)
 
         # report

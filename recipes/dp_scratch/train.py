@@ -27,7 +27,7 @@ if not __package__:  # started as a file: the repository is not on the path yet
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from common import cli
@@ -79,28 +79,26 @@ class Config:
             raise ValueError("dp_scratch computes in --precision fp32 or fp64")
 
 
-class Replicas:
-    """The parameters, copied to each device."""
+class Replicas(nn.Module):
+    """The parameters, copied to each device. It is a module only because `evaluate` takes one."""
 
     def __init__(self, parameters: dict[str, Tensor], devices: Sequence[torch.device]) -> None:
+        super().__init__()
         self.devices = devices
         self.copies = [
-            {name: value.to(device, copy=True) for name, value in parameters.items()}
+            {name: own.to(device, copy=True).requires_grad_() for name, own in parameters.items()}
             for device in devices
         ]
-        for copy in self.copies:
-            for value in copy.values():
-                value.requires_grad_()
 
-    def __call__(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         """Logits, computed on the first device alone."""
         return lenet(self.copies[0], images)
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self, **_options: Any) -> Any:
         """One copy of the parameters: all copies are equal."""
         return {name: value.detach() for name, value in self.copies[0].items()}
 
-    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state_dict: Any, *_: Any, **_options: Any) -> Any:
         """Copy parameters to every device."""
         for copy in self.copies:
             for name, value in copy.items():
@@ -187,7 +185,7 @@ def train(config: Config, ranks: Ranks) -> None:
                     loss = train_step(replicas, images, labels, loop.lr)
                     loop.after_step(loss)
                 loop.save()  # before the evaluation, which may take long
-                result = evaluate(replicas, val_loader, len(data.val), device)
+                result = evaluate(replicas, val_loader, len(data.val))
                 loop.after_epoch(result, replicas.state_dict)
 
             # report

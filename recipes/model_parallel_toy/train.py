@@ -157,7 +157,7 @@ def train(config: Config, ranks: Ranks) -> None:
                 optimizer.zero_grad(set_to_none=True)
                 loop.after_step(loss)
             loop.save()  # before the evaluation, which may take long
-            result = evaluate(pipe, val_loader, len(data.val), device, data_group)
+            result = evaluate(pipe, val_loader, len(data.val), data_group)
             loop.after_epoch(result, state.full_state_dict)
 
         # report
