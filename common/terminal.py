@@ -1,6 +1,7 @@
 """What the person sees: rank 0's lines and progress bar."""
 
 import logging
+import shutil
 import sys
 import threading
 from contextlib import nullcontext, suppress
@@ -45,9 +46,9 @@ def progress_bar(
         unit=unit,
         desc=desc,
         leave=keep,
-        delay=0 if keep else every_s,
+        delay=0 if keep or on_terminal else every_s,
         mininterval=every_s,
-        dynamic_ncols=on_terminal,
+        ncols=shutil.get_terminal_size().columns if on_terminal else None,
         file=_Bars(sys.stderr),
         disable=not ranks.is_main,
     )

@@ -371,7 +371,11 @@ def test_an_interrupted_pipeline_resumes_every_stage(pool: Pool, tmp_path: Path)
     ("name", "options", "says"),
     [
         ("model_parallel_toy", "--stages 3", "more than the 2 layers"),
-        ("model_parallel_toy", "--schedule micro --micro-batches 5", "divided by .* 5 micro"),
+        (
+            "model_parallel_toy",
+            "--schedule micro --micro-batches 5 --global-batch-size 96",
+            "divided by .* 5 micro",
+        ),
         ("model_parallel_toy", "--schedule split --micro-batches 2", "split has no micro-batches"),
         ("model_parallel_toy", "--schedule 1f1b --stages 4 --micro-batches 2", "at least as many"),
         ("model_parallel_toy", "--devices cuda:7 cpu", "cuda:7 is not there"),

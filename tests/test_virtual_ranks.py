@@ -38,6 +38,7 @@ def numbers(run: Result) -> list[dict[str, Any]]:
 
 def assert_same_bits(run: Result, reference: Result) -> None:
     assert run.sha == reference.sha
+    assert run.summary["best"] == reference.summary["best"]
     assert numbers(run) == numbers(reference)
 
 
