@@ -115,6 +115,11 @@ MESSAGES = [
     ("CUDA error 100: no CUDA-capable device is detected", "check CUDA_VISIBLE_DEVICES"),
     ("the driver's libcuda.so.1 is not found", "--gpus all"),
     ("this process may not open /dev/nvidia0 (CUDA error 999: unknown error)", "daemon-reload"),
+    ("invalid choice 'cuda:1' for argument '--device'", "CUDA_VISIBLE_DEVICES"),
+    ("Unrecognized options: --batch-size, 32", "--global-batch-size"),
+    ("Unrecognized options: --use_syncbn", "--sync-bn"),
+    ("Unrecognized options: --nproc-per-node=2", "--nproc"),
+    ("Unrecognized options: --dist_url, tcp://10.0.0.1:29500", "--master-addr"),
     ("invalid choice 'mpi' for argument '--backend'", "without MPI"),
 ]
 

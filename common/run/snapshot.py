@@ -59,6 +59,8 @@ class TrainingState:
     """Length of metrics.jsonl at the last snapshot."""
     metrics_sha256: str = ""
     """Hash of metrics.jsonl at the last snapshot; empty in snapshots of older code."""
+    best: dict[str, Any] | None = None
+    """The best epoch before the last evaluation: its summary, and on rank 0 its weights."""
     saved_step: int = -1
     """Step of the newest snapshot, which is not written twice."""
     # On Linux nice() holds for one thread: training comes first if cores are few.
@@ -101,6 +103,7 @@ class TrainingState:
                 "identity": dict(identity),
                 "world_size": len(ranks),
                 "ranks": ranks,
+                "best": self.best,
                 **parts,
                 **{name: getattr(self, name) for name in _POSITION},
             }
@@ -146,7 +149,7 @@ class TrainingState:
         # The options that decide the number of shards are part of the identity.
         if len(ranks) != found["world_size"] or (self.sharded and len(ranks) != world_size):
             raise ValueError(f"it is of {len(ranks)} ranks")
-        others = {"format", "identity", "world_size", "ranks", "file", *_POSITION}
+        others = {"format", "identity", "world_size", "ranks", "file", "best", *_POSITION}
         parts = ranks[rank]["parts"] if self.sharded else found
         if given := (parts.keys() ^ self.parts.keys()) - others:
             raise ValueError(f"not both have {', '.join(sorted(given))}")
@@ -157,7 +160,7 @@ class TrainingState:
             setattr(self, name, found.get(name, ""))  # snapshots of older code have no hash
         if min(self.epoch, self.batch, self.step, self.metrics_bytes) < 0:
             raise ValueError("a negative position")
-        self.saved_step = self.step
+        self.saved_step, self.best = self.step, found.get("best")
         losses = torch.cat([entry["loss_sum"] for entry in ranks])
         if losses.dtype != self.loss_sum.dtype:
             raise ValueError(f"loss_sum is {losses.dtype}")
@@ -188,14 +191,14 @@ def _write(folder: Path, step: int, content: dict[str, Any], keep: int) -> None:
         old.unlink(missing_ok=True)
 
 
-def refuse_non_finite(losses: Tensor, step: int, folder: Path) -> None:
+def refuse_non_finite(losses: Tensor, step: int, folder: Path, what: str = "loss") -> None:
     """Raise TrainingError on every rank if any rank's loss is not finite.
 
-    `losses` is (world_size, any number), the same on every rank.
+    `losses` is (world_size, any number), the same on every rank; `what` names them.
     """
     bad = [rank for rank, values in enumerate(losses) if not values.isfinite().all()]
     if bad:
         raise TrainingError(
-            f"the loss is not finite on rank {', '.join(map(str, bad))} by step {step}: "
+            f"the {what} is not finite on rank {', '.join(map(str, bad))} by step {step}: "
             f"try a lower --lr or --warmup-epochs; last good snapshot: {newest_name(folder)}"
         )
