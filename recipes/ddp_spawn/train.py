@@ -119,8 +119,8 @@ def train(config: Config, ranks: Ranks) -> None:
             return
         set_train_mode(model)
         # A resumed run must add gradients in the same order as an uninterrupted run.
-        image, _ = data.train[(0, 0)]
-        warm_up(ddp, loader.prepare(image), micro_batch_size, autocast)
+        inputs, _ = data.train[(0, 0)]
+        warm_up(ddp, loader.prepare(inputs), micro_batch_size, autocast)
 
         # loop
         for epoch in loop.epochs():
