@@ -4,13 +4,19 @@ import logging
 import os
 import re
 import socket
+from contextlib import suppress
+from datetime import UTC, datetime
+from difflib import unified_diff
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from common import ROOT
 from common.group.collectives import gather
 from common.launch.process import command_line
-from common.machine import describe_machine
+from common.machine import describe_machine, git, new_files
 
 log = logging.getLogger("recipes")
 
@@ -31,16 +37,28 @@ _ENVIRONMENT = (
 )
 _START = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
-# The value of an option with such a name; the user part of a URL; tokens with a known prefix.
+# The value of an option with such a name; in a file, a string that is given to such a name, or a
+# word with letters and digits; the user part of a URL; tokens with a known prefix; private keys.
 _SECRET = re.compile(
-    r"""(?ix) ( --[\w-]*(?:token|secret|passw|credential|key)[\w-]* [=\s]+ ) (?: '[^']*' | \S+ )
+    r"""(?ixs) ( --[\w-]*(?:token|secret|passw|credential|key)[\w-]* [=\s]+ ) (?: '[^']*' | \S+ )
+    | ( (?:token|secret|passw|credential|(?:api|access|private)_?key)[\w-]* ["']? \s* [=:] \s* )
+      (?: "[^"\n]+" | '[^'\n]+' | (?=\S*\d) (?=\S*[a-z]) [^\s"'(){},.;\[\]]{6,} (?![^\s,;]) )
     | ( \w:// ) [^/\s@']+ (?=@)
-    | \b (?: gh[pousr]_ | github_pat_ | glpat- | hf_ | xox[abp]- | sk- | AKIA ) [\w-]{8,}"""
+    | ( \b bearer \s ) \S+
+    | \b (?: gh[pousr]_ | github_pat_ | glpat- | hf_ | xox[abp]- | sk- | AKIA ) [\w-]{8,}
+    | (?<=PRIVATE\ KEY-----) .*? (?=-----END)"""
 )
+
+_PRIVATE = re.compile(r"(^|/)(\.env|\.netrc|id_\w+$)|\.(key|pem)$")
+"""Files whose content is never kept."""
+
+_MOST_CHARACTERS = 2**20
 
 
 def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) -> dict[str, Any]:
-    """Everything outside the options that a result may depend on. Calls a collective.
+    """Everything outside the options that a result may depend on; empty except on rank 0.
+
+    Calls a collective.
 
     Args:
         devices: of this rank.
@@ -49,6 +67,8 @@ def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) 
     """
     gpus = [torch.cuda.get_device_name(gpu) for gpu in devices if gpu.type == "cuda"]
     hosts = gather((socket.gethostname(), gpus))
+    if dist.get_rank() > 0:
+        return {}
     return {
         "command": without_secrets(command_line()),
         **describe_machine(),
@@ -66,7 +86,11 @@ def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) 
             "cpu_threads": torch.get_num_threads(),
         },
         "environment": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
-        "start": {name: os.environ[name] for name in _START if name in os.environ},
+        "start": {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "folder": str(Path("/proc/self/cwd").readlink()),  # cwd() fails if it was removed
+            **{name: os.environ[name] for name in _START if name in os.environ},
+        },
         "data_fingerprint": data_fingerprint,
     }
 
@@ -91,5 +115,19 @@ def continued(now: dict[str, Any], then: dict[str, Any], step: int) -> dict[str,
 
 
 def without_secrets(command: str) -> str:
-    """The command with `***` in place of tokens and passwords."""
-    return _SECRET.sub(r"\1\2***", command)
+    """The command, or other text, with `***` in place of tokens and passwords."""
+    return _SECRET.sub(r"\1\2\3\4***", command)
+
+
+def changes() -> str:
+    """The diff between the commit and the code that runs, new files included, without secrets."""
+    options = ("--relative", "--no-color", "--no-ext-diff")
+    diff = git("diff", *options, "HEAD").decode(errors="replace")
+    for name in new_files():
+        if len(diff) < _MOST_CHARACTERS and not _PRIVATE.search(name):
+            with suppress(OSError, UnicodeDecodeError):
+                lines = (ROOT / name).read_text().splitlines(keepends=True)
+                diff += "".join(unified_diff([], lines, "/dev/null", f"b/{name}"))
+                diff += "" if diff.endswith("\n") else "\n\\ No newline at end of file\n"
+    more = f"\ncut here: {len(diff):,} characters in all\n" if len(diff) > _MOST_CHARACTERS else ""
+    return without_secrets(diff[:_MOST_CHARACTERS]) + more

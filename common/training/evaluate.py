@@ -86,6 +86,8 @@ def evaluate(
         if scores := score(model, batch):
             names = list(scores)
             by_metric = torch.stack([values.double() for values in scores.values()])
+            if by_metric.dim() != 2:
+                raise ValueError(f"score must give one number for each sample, got {scores}")
             seen += by_metric.shape[1]
             sums.append(by_metric.sum(1))
         bar.update()
