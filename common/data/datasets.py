@@ -82,14 +82,26 @@ class Data:
     """SHA-256 over the bytes of the images and labels; imagefolder: over the files' relative paths
     and sizes."""
     mean: Sequence[float] = (0.0,)
-    """Mean of each channel, for images that are bytes (`common.data.batches`); 0 to 1."""
+    """Mean of each channel, 0 to 1. Images that are bytes are normalised on the device."""
     std: Sequence[float] = (1.0,)
     """Standard deviation of each channel; 0 to 1."""
+    resize: Sequence[int] = ()
+    """An image's shorter side, or height and width, before its middle is cut out [px].
+    Empty: the samples are no images."""
+    held_out: Sequence[str] = ()
+    """imagefolder: the files to validate on, by their path in the folder."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Channels, classes and side, which a model must fit."""
         return self.channels, len(self.class_names), self.side
+
+    @property
+    def preprocessing(self) -> dict[str, Any]:
+        """What a script needs to show the model an image."""
+        sizes = {"size": [self.side, self.side], "resize": self.resize, "crop": self.side}
+        normal = {"mean": self.mean, "std": self.std}
+        return {"channels": self.channels, **sizes, **normal, "classes": self.class_names}
 
 
 def load_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
@@ -127,12 +139,13 @@ def load_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
 def digits_data(options: DataOptions, seed: int) -> Data:
     """scikit-learn's digits, normalised, in memory; split by seed."""
     pixels, labels = read_digits()
-    images = (torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16 - 0.305) / 0.376
+    mean, std = 0.305, 0.376
+    images = (torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16 - mean) / std
     if options.image_size not in (None, 8):
         size = (options.image_size, options.image_size)
         images = torch.nn.functional.interpolate(images, size=size, mode="bilinear")
     order = np.random.Generator(np.random.PCG64(mix(seed))).permutation(len(images)).tolist()
-    return _in_memory(Arrays(images, labels), order, seed)
+    return _in_memory(Arrays(images, labels), order, seed, [mean], [std])
 
 
 def read_digits() -> tuple[Any, Any]:
@@ -157,16 +170,19 @@ def fake_data(options: DataOptions, seed: int) -> Data:
     patterns = torch.randn(10, 3, size, size, generator=generator)
     labels = torch.arange(count) % 10
     images = patterns[labels] + 2 * torch.randn(count, 3, size, size, generator=generator)
-    return _in_memory(Arrays(images, labels), range(count), seed)
+    return _in_memory(Arrays(images, labels), range(count), seed, [0.0] * 3, [1.0] * 3)
 
 
-def _in_memory(arrays: "Arrays", order: Sequence[int], seed: int) -> Data:
+def _in_memory(
+    arrays: "Arrays", order: Sequence[int], seed: int, mean: list[float], std: list[float]
+) -> Data:
     """Ten classes; the first 80 % in `order` are for training, the others for validation."""
     cut = len(order) * 4 // 5
     train = ArraySamples(arrays, order[:cut], seed, shift=True)
     val = ArraySamples(arrays, order[cut:], seed)
     channels, side, _ = arrays.images[0].shape
-    return Data(train, val, [str(n) for n in range(10)], channels, side, arrays.digest())
+    names = [str(n) for n in range(10)]
+    return Data(train, val, names, channels, side, arrays.digest(), mean, std, [side, side])
 
 
 class Arrays:
@@ -229,7 +245,7 @@ def torchvision_data(options: DataOptions, seed: int) -> Data:
         ) from error
     _, side, mean, std = _TORCHVISION[options.data]
     side = options.image_size or side
-    plain = v2.Compose([v2.Resize((side, side)), v2.PILToTensor()])
+    plain = v2.Compose([v2.PILToTensor(), v2.Resize((side, side))])
     crop = v2.RandomCrop(side, padding=side // 8)
     augmented = v2.Compose([plain, crop, v2.RandomHorizontalFlip()])
     digest = hashlib.sha256()
@@ -238,7 +254,8 @@ def torchvision_data(options: DataOptions, seed: int) -> Data:
     training = Samples(train, range(len(train)), augmented, seed)
     validation = Samples(val, range(len(val)), plain, seed)
     names, fingerprint = list(train.classes), digest.hexdigest()
-    return Data(training, validation, names, len(mean), side, fingerprint, mean, std)
+    size = [side, side]
+    return Data(training, validation, names, len(mean), side, fingerprint, mean, std, size)
 
 
 def _torchvision_part(options: DataOptions, *, train: bool, download: bool = False) -> Any:
@@ -259,5 +276,8 @@ def image_folder_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
     log.info(f"JPEGs are decoded by {'TorchCodec' if image_folder.fast_jpeg() else 'Pillow'}")
     side, source = options.image_size or 224, image_folder.ImageFiles(files)
     training = Samples(source, train, partial(image_folder.random_crop, side=side), seed)
-    validation = Samples(source, val, partial(image_folder.center_crop, side=side), seed)
-    return Data(training, validation, names, 3, side, fingerprint, IMAGENET_MEAN, IMAGENET_STD)
+    normal, resize = (IMAGENET_MEAN, IMAGENET_STD), [side * 256 // 224]
+    crop = partial(image_folder.center_crop, resize=resize, side=side)
+    validation = Samples(source, val, crop, seed)
+    held_out = [str(files[index][0].relative_to(options.data_path)) for index in val]
+    return Data(training, validation, names, 3, side, fingerprint, *normal, resize, held_out)

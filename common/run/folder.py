@@ -41,6 +41,7 @@ log = logging.getLogger("recipes")
 
 _FILES = {
     *("config.json", "manifest.json", "metrics.jsonl", "summary.json", "class_indices.json"),
+    *("preprocessing.json", "held_out.json"),
     *("model.pt", "snapshots", "weights", "tensorboard", "logs"),
 }
 """What a run writes into its folder, besides .lock."""
@@ -143,6 +144,10 @@ class Run:
             if self.ranks.is_main:
                 self._write_record(manifest, state.step, global_batch_size)
                 write_json(self.folder / "class_indices.json", dict(enumerate(data.class_names)))
+                if data.resize:
+                    write_json(self.folder / "preprocessing.json", data.preprocessing)
+                if data.held_out:
+                    write_json(self.folder / "held_out.json", list(data.held_out))
                 self._metrics = (self.folder / "metrics.jsonl").open("ab+")
                 self._metrics.truncate(state.metrics_bytes)
                 self._metrics.seek(0)
@@ -158,7 +163,9 @@ class Run:
             "output_dir": str(self.folder),
             "global_batch_size": global_batch_size,
             "device": self.devices[0].type,
+            "devices_used": list(map(str, self.devices)),  # a resumed run may use others
             "backend": dist.get_backend(),
+            "resume": f"step {step}" if step else "never",
         }
         write_json(self.folder / "config.json", {**self._values, **resolved})
         record, then = self.folder / "manifest.json", {}

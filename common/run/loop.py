@@ -50,6 +50,8 @@ class Loop:
         sharded: bool = False,
     ) -> None:
         self.run, self.options, self.batches, self.data = run, options, batches, data
+        if data.resize:
+            run.resolve(image_size=data.side)
         loss_sum = torch.zeros((), dtype=torch.float64, device=run.devices[0])
         self.state = TrainingState(parts, loss_sum, sharded)
         total_steps = options.epochs * batches.steps_per_epoch
@@ -180,6 +182,7 @@ class Loop:
             "epochs": self.state.epoch + 1,
             "steps": self.state.step,
             "train_loss": self._train_loss,
+            "val_loss": result.loss,
             "val_accuracy": result.accuracy,
             "val_correct": result.correct,
             "val_total": result.total,

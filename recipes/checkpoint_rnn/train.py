@@ -168,9 +168,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
         # report
         used = memory.above_start()
-        loop.finish(
-            model.state_dict(), val_loss=result.loss, segments=segments, training_memory_bytes=used
-        )
+        loop.finish(model.state_dict(), segments=segments, training_memory_bytes=used)
         if budget is not None and used > budget:
             log.warning(f"training used {used:,} bytes, more than --memory-budget {budget}")
 
