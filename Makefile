@@ -1,9 +1,11 @@
 # Launches things; knows nothing else. `make` lists the targets and these variables:
 #: RECIPE=NAME             the recipe (run, new, image-run, bench); without it, make run lists all recipes
 #: ARGS="..."              more options for the program that the target starts; ARGS=--help lists them
-#: NPROC=N                 processes on this machine (run, image-run, doctor)
+#: NPROC=N                 processes on this machine (run, image-run, evaluate, doctor)
 #: NNODES= NODE_RANK= MASTER_ADDR= MASTER_PORT=    several hosts (run, image-run): docs/several-hosts.md
-#: RUN=DIR AGAINST=DIR     the run to repeat, or two finished runs to compare (reproduce)
+#: RUN=DIR                 a finished run (predict, evaluate, reproduce)
+#: INPUT="FILE DIR ..."    images, and folders of images (predict)
+#: AGAINST=DIR             a second finished run, to compare with RUN (reproduce)
 #: ROUNDS=N                rounds of killed and resumed runs (soak; default 50)
 #: STACK=cu130             versions of CUDA and torch, from docker/stacks.json (default cu132)
 #: TARGET=development      an image with the tests and a C compiler (image)
@@ -38,7 +40,7 @@ LAUNCH = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) \
 	$(if $(MASTER_PORT),--master-port $(MASTER_PORT))
 
 .DEFAULT_GOAL := help
-.PHONY: run new reproduce doctor tensorboard diff-ddp check format test test-slow faults soak \
+.PHONY: run predict evaluate new reproduce doctor tensorboard diff-ddp check format test test-slow faults soak \
 	gpu-check bench bench-peers image image-run image-test image-repro slurm-check test-slurm \
 	venv lock audit clean help venv-dev venv-peers
 
@@ -47,6 +49,12 @@ LAUNCH = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) \
 run: $(INSTALLED) ## Train: make run RECIPE=ddp_launch [NPROC=2] [ARGS="--epochs 3"]
 	@$(if $(RECIPE),$(PYTHON) -m recipes $(RECIPE) $(LAUNCH) $(ARGS), \
 		$(PYTHON) -m recipes; echo "error: no recipe given: make run RECIPE=NAME" >&2; exit 2)
+
+predict: $(INSTALLED) ## Show the classes of images: make predict RUN=runs/ddp_launch/... INPUT=photos
+	@$(PYTHON) -m recipes predict $(RUN) $(INPUT) $(ARGS)
+
+evaluate: $(INSTALLED) ## Evaluate a finished run again, or on other photos [NPROC=2] [ARGS="--data-path DIR"]
+	@$(PYTHON) -m recipes evaluate $(RUN) $(if $(NPROC),--nproc $(NPROC)) $(ARGS)
 
 new: ## Begin a recipe of your own, as a copy of ddp_launch: make new RECIPE=NAME (docs/bring-your-own.md)
 	@expr "$(RECIPE)" : '[a-z][a-z0-9_]*$$' >/dev/null || \

@@ -20,6 +20,8 @@ LAUNCHED = {
 """The values of LAUNCHED in recipes/NAME/__init__.py, and their meanings."""
 
 COMMANDS = {
+    "predict RUN INPUT": "the classes of images, by the model that folder RUN holds",
+    "evaluate RUN": "the exact evaluation of a finished run, on its held-out or other samples",
     "doctor": "what on this machine would stop a run, and what to do about it",
     "reproduce RUN": "run the training of folder RUN again: is the result the same?",
 }
@@ -47,7 +49,7 @@ def main() -> int:
         for command, line in COMMANDS.items():
             print(f"  {command:<20} {line}")
         return 0
-    if name in ("reproduce", "doctor"):
+    if name in {command.split()[0] for command in COMMANDS}:
         return int(import_module(f"tools.{name}").main(arguments))
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)

@@ -37,7 +37,7 @@ ROOMS: dict[str, set[str]] = {
     "group": {"errors", "driver", "stack", "launch"},
     "throughput": {"group"},
     "data": {"errors", "files", "seeds", "options", "launch", "group"},
-    "training": {"errors", "seeds", "options", "group"},
+    "training": {"errors", "seeds", "options", "launch", "terminal", "group"},
     "run": {
         "errors",
         "files",

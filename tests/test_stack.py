@@ -95,7 +95,7 @@ def test_loading_processes_are_no_more_than_shared_memory_holds() -> None:
 def test_a_shared_memory_that_is_read_only_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    samples = Samples([(torch.zeros(3, 8, 8), 0)] * 8, range(8), lambda x: x, 0)
+    samples = Samples([(torch.zeros(3, 8, 8), 0)] * 8, range(8), 0)
     with small_disk(tmp_path / "shm", "1m") as disk:
         monkeypatch.setattr(workers, "_SHARED_MEMORY", disk)
         assert workers.most_workers(samples, 1, 1)[0] > 0

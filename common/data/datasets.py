@@ -105,11 +105,23 @@ class Data:
     """Mean of each channel, for images that are bytes (`common.data.batches`); 0 to 1."""
     std: Sequence[float] = ()
     """Standard deviation of each channel; 0 to 1."""
+    resize: Sequence[int] = ()
+    """An image's shorter side, or height and width, before its middle is cut out [px].
+    Empty: the samples are no images."""
+    held_out: Sequence[str] = ()
+    """imagefolder: the files to validate on, by their path in the folder."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Channels, classes and side, which a model must fit."""
         return self.channels, len(self.class_names), self.side
+
+    @property
+    def preprocessing(self) -> dict[str, Any]:
+        """What a script needs to show the model an image."""
+        sizes = {"size": [self.side, self.side], "resize": self.resize, "crop": self.side}
+        normal = {"mean": self.mean, "std": self.std}
+        return {"channels": self.channels, **sizes, **normal, "classes": self.class_names}
 
 
 def load_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
@@ -147,12 +159,13 @@ def load_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
 def digits_data(options: DataOptions, seed: int) -> Data:
     """scikit-learn's digits, normalised, in memory; split by seed."""
     pixels, labels = read_digits()
-    images = (torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16 - 0.305) / 0.376
+    mean, std = 0.305, 0.376
+    images = (torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16 - mean) / std
     if options.image_size not in (None, 8):
         size = (options.image_size, options.image_size)
         images = torch.nn.functional.interpolate(images, size=size, mode="bilinear")
     order = np.random.Generator(np.random.PCG64(mix(seed))).permutation(len(images)).tolist()
-    return _in_memory(Arrays(images, labels), order, seed)
+    return _in_memory(Arrays(images, labels), order, seed, [mean], [std])
 
 
 def read_digits() -> tuple[Any, Any]:
@@ -177,16 +190,19 @@ def fake_data(options: DataOptions, seed: int) -> Data:
     patterns = torch.randn(10, 3, size, size, generator=generator)
     labels = torch.arange(count) % 10
     images = patterns[labels] + 2 * torch.randn(count, 3, size, size, generator=generator)
-    return _in_memory(Arrays(images, labels), range(count), seed)
+    return _in_memory(Arrays(images, labels), range(count), seed, [0.0] * 3, [1.0] * 3)
 
 
-def _in_memory(arrays: "Arrays", order: Sequence[int], seed: int) -> Data:
+def _in_memory(
+    arrays: "Arrays", order: Sequence[int], seed: int, mean: list[float], std: list[float]
+) -> Data:
     """Ten classes; the first 80 % in `order` are for training, the others for validation."""
     cut = len(order) * 4 // 5
     train = ArraySamples(arrays, order[:cut], seed, shift=True)
     val = ArraySamples(arrays, order[cut:], seed)
     channels, side, _ = arrays.images[0].shape
-    return Data(train, val, arrays.digest(), [str(n) for n in range(10)], channels, side)
+    names, size = [str(n) for n in range(10)], [side, side]
+    return Data(train, val, arrays.digest(), names, channels, side, mean, std, size)
 
 
 class Arrays:
@@ -242,7 +258,7 @@ def torchvision_data(options: DataOptions, seed: int) -> Data:
 
     _, side, mean, std = _TORCHVISION[options.data]
     side = options.image_size or side
-    plain = v2.Compose([v2.Resize((side, side)), v2.PILToTensor()])
+    plain = v2.Compose([v2.PILToTensor(), v2.Resize((side, side))])
     crop = v2.RandomCrop(side, padding=side // 8)
     augmented = v2.Compose([plain, crop, v2.RandomHorizontalFlip()])
     try:
@@ -256,8 +272,8 @@ def torchvision_data(options: DataOptions, seed: int) -> Data:
     for part in (train, val):
         digest.update(np.asarray(part.data).tobytes() + np.asarray(part.targets).tobytes())
     training, validation = (Samples(part, range(len(part)), seed) for part in (train, val))
-    fingerprint, names = digest.hexdigest(), list(train.classes)
-    return Data(training, validation, fingerprint, names, len(mean), side, mean, std)
+    fingerprint, names, size = digest.hexdigest(), list(train.classes), [side, side]
+    return Data(training, validation, fingerprint, names, len(mean), side, mean, std, size)
 
 
 def _torchvision_part(options: DataOptions, **more: Any) -> Any:
@@ -277,8 +293,13 @@ def image_folder_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
         image_folder.verify_once(files, copy, ranks)
     log.info(f"JPEGs are decoded by {'TorchCodec' if image_folder.fast_jpeg() else 'Pillow'}")
     side = options.image_size or 224
+    normal, resize = (IMAGENET_MEAN, IMAGENET_STD), [side * 256 // 224]
     training, validation = (
-        Samples(image_folder.ImageFiles(files, partial(crop, side=side)), part, seed)
-        for part, crop in ((train, image_folder.random_crop), (val, image_folder.center_crop))
+        Samples(image_folder.ImageFiles(files, crop), part, seed)
+        for part, crop in (
+            (train, partial(image_folder.random_crop, side=side)),
+            (val, partial(image_folder.center_crop, resize=resize, side=side)),
+        )
     )
-    return Data(training, validation, fingerprint, names, 3, side, IMAGENET_MEAN, IMAGENET_STD)
+    held_out = [str(files[index][0].relative_to(options.data_path)) for index in val]
+    return Data(training, validation, fingerprint, names, 3, side, *normal, resize, held_out)

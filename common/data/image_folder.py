@@ -85,17 +85,19 @@ def _is_data(path: Path, folder: Path) -> bool:
 def _list_classes(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
     files: list[tuple[Path, int]] = []
     for label, name in enumerate(names):
-        found = sorted(
-            path
-            for path in (folder / name).rglob("*")
-            if path.suffix.lower() in SUFFIXES and _is_data(path, folder) and path.is_file()
-        )
+        found = images_in(folder / name)
         if not found:
             raise InputError(
                 f"class folder {folder / name} has no images ({', '.join(sorted(SUFFIXES))})"
             )
         files += [(path, label) for path in found]
     return files
+
+
+def images_in(folder: Path) -> list[Path]:
+    """The image files at any depth of a folder, sorted."""
+    found = [path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES]
+    return sorted(path for path in found if _is_data(path, folder) and path.is_file())
 
 
 def _split_by_class(files: list[tuple[Path, int]], seed: int) -> tuple[list[int], list[int]]:
@@ -215,7 +217,7 @@ class ImageFiles:
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, label = self.files[index]
         try:
-            image = _decoded(path)
+            image = decoded(path)
         except Exception as error:  # Pillow's decoders raise many types
             raise TrainingError(
                 f"cannot read {path}, which was there at the start: {error}"
@@ -236,7 +238,8 @@ def fast_jpeg() -> Callable[[Path], Tensor] | None:
     return cast(Callable[[Path], Tensor], decode_jpeg)
 
 
-def _decoded(path: Path) -> Tensor:
+def decoded(path: Path) -> Tensor:
+    """An RGB image as a uint8 tensor (3, height, width)."""
     if path.suffix.lower() in (".jpg", ".jpeg") and (decode := fast_jpeg()):
         with suppress(RuntimeError, ValueError):  # Pillow tells what is wrong, or can decode it
             return decode(path)
@@ -269,10 +272,10 @@ def random_crop(image: Tensor, side: int) -> Tensor:
     return crop.flip(-1) if torch.rand(1) < 0.5 else crop
 
 
-def center_crop(image: Tensor, side: int) -> Tensor:
-    """The middle (3, side, side) of the image, whose shorter side is first resized to 8/7 side."""
+def center_crop(image: Tensor, resize: list[int], side: int) -> Tensor:
+    """The middle (channels, side, side) of an image; first `resize` sets its shorter side [px]."""
     from torchvision.transforms.v2 import functional
 
-    resized = functional.resize(image, [side * 256 // 224])
+    resized = functional.resize(image, resize)
     cropped: Tensor = functional.center_crop(resized, [side])
     return cropped

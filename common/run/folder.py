@@ -45,7 +45,8 @@ log = logging.getLogger("recipes")
 
 _FILES = {
     *("config.json", "manifest.json", "metrics.jsonl", "summary.json", "class_indices.json"),
-    *("changes.diff", "model.pt", "best.pt", "snapshots", "weights", "tensorboard", "logs"),
+    *("preprocessing.json", "held_out.json", "changes.diff"),
+    *("model.pt", "best.pt", "snapshots", "weights", "tensorboard", "logs"),
 }
 """What a run writes into its folder, besides .lock."""
 
@@ -166,6 +167,10 @@ class Run:
                 if data.class_names:
                     names = dict(enumerate(data.class_names))
                     write_json(self.folder / "class_indices.json", names)
+                if data.resize:
+                    write_json(self.folder / "preprocessing.json", data.preprocessing)
+                if data.held_out:
+                    write_json(self.folder / "held_out.json", list(data.held_out))
                 self._metrics = (self.folder / "metrics.jsonl").open("ab+")
                 self._metrics.truncate(state.metrics_bytes)
                 self._metrics.seek(0)
@@ -184,7 +189,9 @@ class Run:
             "output_dir": str(self.folder),
             "global_batch_size": global_batch_size,
             "device": self.devices[0].type,
+            "devices_used": list(map(str, self.devices)),  # a resumed run may use others
             "backend": dist.get_backend(),
+            "resume": f"step {step}" if step else "never",
         }
         write_json(self.folder / "config.json", {**self._values, **resolved})
         record, then = self.folder / "manifest.json", {}

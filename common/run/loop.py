@@ -50,6 +50,8 @@ class Loop:
         sharded: bool = False,
     ) -> None:
         self.run, self.options, self.batches, self.data = run, options, batches, data
+        if data.resize:
+            run.resolve(image_size=data.side)
         loss_sum = torch.zeros((), dtype=torch.float64, device=run.devices[0])
         self.state = TrainingState(parts, loss_sum, sharded)
         total_steps = options.epochs * batches.steps_per_epoch

@@ -55,6 +55,17 @@ class ModelOptions:
         if self.dropout and self.model != "convnet":
             raise ValueError("--dropout is an option of --model convnet")
 
+    def resolved(self, side: int) -> dict[str, str]:
+        """`norm` and `stem` without auto, for images of this side [px]."""
+        norm = "group" if self.model == "convnet" else "batch"
+        first = read_weights(self.weights).get("conv1.weight") if self.weights else None
+        small = side < 64 if first is None else first.shape[-1] == 3
+        stem = "small" if small else "large"
+        return {
+            "norm": norm if self.norm == "auto" else self.norm,
+            "stem": stem if self.stem == "auto" else self.stem,
+        }
+
 
 class ConvNet(nn.Module):
     """Three 3x3 convolutions, global average pooling and one linear layer."""
@@ -92,19 +103,16 @@ class ConvNet(nn.Module):
 
 def build_model(options: ModelOptions, channels: int, classes: int, side: int = 224) -> nn.Module:
     """The model for images (samples, channels, side, side); its last layer is called `fc`."""
-    convnet = options.model == "convnet"
-    group = convnet if options.norm == "auto" else options.norm == "group"
-    norm = partial(nn.GroupNorm, 8) if group else nn.BatchNorm2d
-    if convnet:
+    chosen = options.resolved(side)
+    norm = partial(nn.GroupNorm, 8) if chosen["norm"] == "group" else nn.BatchNorm2d
+    if options.model == "convnet":
         return ConvNet(channels, classes, norm, options.dropout)
     from torchvision import models
 
     model: nn.Module = getattr(models, options.model)(
         num_classes=classes, norm_layer=norm, zero_init_residual=options.zero_init_residual
     )
-    first = read_weights(options.weights).get("conv1.weight") if options.weights else None
-    small = side < 64 if first is None else first.shape[-1] == 3
-    if options.stem == "small" or (options.stem == "auto" and small):
+    if chosen["stem"] == "small":
         model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
         model.maxpool = nn.Identity()
     elif channels != 3:

@@ -89,7 +89,7 @@ def train(config: Config, ranks: Ranks) -> None:
         batches, loader, val_loader = make_loaders(
             data, config.data, batch_size, seed, ranks, device, dtype, run.folder
         )
-        run.resolve(num_workers=loader.num_workers)
+        run.resolve(num_workers=loader.num_workers, **config.model.resolved(data.side))
         micro_batch_size = parallel.micro_batch_size(batches.batch_size_per_rank)
 
         # model

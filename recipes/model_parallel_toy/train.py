@@ -124,7 +124,8 @@ def train(config: Config, ranks: Ranks) -> None:
         batches, loader, val_loader = make_loaders(  # all stages of a pipeline load the same data
             data, config.data, batch_size, seed, share, (devices or [device])[0], dtype, run.folder
         )
-        run.resolve(num_workers=loader.num_workers)
+        micro_batches = parallel.micro_batch_count
+        run.resolve(num_workers=loader.num_workers, micro_batches=micro_batches)
 
         # model
         model = build(config.model, data).to(dtype)
