@@ -75,6 +75,9 @@ _TABLE = {
         "another process has the GPU in exclusive mode (nvidia-smi -c DEFAULT ends that), or it is "
         "in MIG mode without an instance (nvidia-smi -L lists the instances)"
     ),
+    r"no kernel image is available": (
+        "this GPU is older than the stack supports: STACK=cu128 supports the oldest ones"
+    ),
     r"no CUDA-capable device": (
         "check CUDA_VISIBLE_DEVICES, and that nvidia-smi -L lists a GPU, or in MIG mode an instance"
     ),
@@ -154,8 +157,3 @@ def follows(error: Exception) -> bool:
 def timed_out(error: Exception) -> bool:
     """Whether another rank did not answer, rather than being gone."""
     return bool(re.search(_TIMED_OUT, str(error)))
-
-
-def ended_by_watchdog(said: str) -> set[int]:
-    """The ranks that waited for another one until NCCL's watchdog aborted them."""
-    return {int(rank) for rank in re.findall(rf"\[Rank (\d+)\].*{WATCHDOG}", said)}
