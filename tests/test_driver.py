@@ -56,7 +56,7 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 @pytest.mark.parametrize(
     ("status", "advice"),
     [
-        (34, "leave CUDA's folder stubs out of LD_LIBRARY_PATH"),
+        (34, "not CUDA's folder stubs"),
         (46, "exclusive mode"),
         (100, "check CUDA_VISIBLE_DEVICES"),
         (802, "systemctl start nvidia-fabricmanager"),

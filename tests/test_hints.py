@@ -106,7 +106,7 @@ MESSAGES = [
     ),
     ("CUDA error 999: unknown error", "nvidia_uvm"),
     ("AcceleratorError: CUDA error: unknown error", "nvidia_uvm"),
-    ("CUDA error 34: CUDA driver is a stub library", "leave CUDA's folder stubs out"),
+    ("CUDA error 34: CUDA driver is a stub library", "not CUDA's folder stubs"),
     ("AcceleratorError: CUDA error: all CUDA-capable devices are busy or unavailable", "MIG mode"),
     (
         "AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy or unavailable",

@@ -51,9 +51,9 @@ _TABLE = {
         "the interfaces); a firewall must let all ports pass between the hosts"
     ),
     r"libcuda\.so\.1 is not found|Failed to load CUDA driver|CUDA driver is a stub": (
-        "install the driver on the host; give a container --gpus all, and "
-        "NVIDIA_DRIVER_CAPABILITIES=compute,utility; leave CUDA's folder stubs out of "
-        "LD_LIBRARY_PATH"
+        "install the driver on the host, or add the folder of its libraries to LD_LIBRARY_PATH "
+        "(not CUDA's folder stubs); give a container --gpus all, and "
+        "NVIDIA_DRIVER_CAPABILITIES=compute,utility"
     ),
     r"may not open /dev/nvidia": (
         "start the container again (systemctl daemon-reload takes its GPUs away), or let the user "
