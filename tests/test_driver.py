@@ -56,7 +56,7 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 @pytest.mark.parametrize(
     ("status", "advice"),
     [
-        (34, "leave CUDA's folder stubs out of LD_LIBRARY_PATH"),
+        (34, "not CUDA's folder stubs"),
         (46, "exclusive mode"),
         (100, "check CUDA_VISIBLE_DEVICES"),
         (802, "systemctl start nvidia-fabricmanager"),
@@ -79,8 +79,10 @@ def test_other_reasons_why_gpus_cannot_be_used(
     two_gpus: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken, sound = (str(stand_in(tmp_path / "driver", status)) for status in (999, 0))
-    with pytest.raises(InputError, match=r"libcuda\.so\.1 is not found: .*--gpus all"):
-        choose_device("auto", Ranks())
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "load", lambda _name: None)
+        with pytest.raises(InputError, match=r"libcuda\.so\.1 is not found: .*--gpus all"):
+            choose_device("auto", Ranks())
     assert choose_device("cpu", Ranks()).type == "cpu"
     monkeypatch.setattr(os, "access", lambda _file, _mode: False)
     with pytest.raises(InputError, match=rf"may not open {two_gpus[0]} \(CUDA error 999: unknown"):
@@ -128,6 +130,7 @@ def test_of_gpus_in_mig_mode_a_process_counts_what_it_can_use(
     """NVML counts 8 GPUs, but CUDA gives a process one instance."""
     sound, load = stand_in(tmp_path / "driver", 0), driver.load
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(driver, "load", lambda: None)
     assert gpu_count() == 8, "no driver that could say otherwise"
     monkeypatch.setattr(driver, "load", lambda: load(str(sound)))
     assert gpu_count() == 1

@@ -106,12 +106,13 @@ MESSAGES = [
     ),
     ("CUDA error 999: unknown error", "nvidia_uvm"),
     ("AcceleratorError: CUDA error: unknown error", "nvidia_uvm"),
-    ("CUDA error 34: CUDA driver is a stub library", "leave CUDA's folder stubs out"),
+    ("CUDA error 34: CUDA driver is a stub library", "not CUDA's folder stubs"),
     ("AcceleratorError: CUDA error: all CUDA-capable devices are busy or unavailable", "MIG mode"),
     (
         "AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy or unavailable",
         "exclusive mode",
     ),
+    ("CUDA error: no kernel image is available for execution on the device", "STACK=cu128"),
     ("CUDA error 100: no CUDA-capable device is detected", "check CUDA_VISIBLE_DEVICES"),
     ("the driver's libcuda.so.1 is not found", "--gpus all"),
     ("this process may not open /dev/nvidia0 (CUDA error 999: unknown error)", "daemon-reload"),
@@ -251,6 +252,18 @@ def test_an_error_of_nccl_without_a_last_error_is_not_cut_in_a_word() -> None:
     line = _error_line(from_nccl(""), Ranks())
     assert "ncclSystemError: System call (e.g. socket, malloc) or external library call" in line
     assert "NCCL_SOCKET_IFNAME" in line
+
+
+def test_an_error_of_cuda_is_shown_without_torchs_advice_for_developers() -> None:
+    said = (
+        "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nSearch for "
+        "`cudaErrorDevicesUnavailable' in https://docs.nvidia.com/cuda/cuda-runtime-api/ for more "
+        "information.\nCUDA kernel errors might be asynchronously reported at some other API call, "
+        "so the stacktrace below might be incorrect.\nFor debugging consider passing "
+        "CUDA_LAUNCH_BLOCKING=1"
+    )
+    line = _error_line(torch.AcceleratorError(said), Ranks())
+    assert ": CUDA error: CUDA-capable device(s) is/are busy or unavailable: another proc" in line
 
 
 @pytest.mark.parametrize(("message", "advice"), MESSAGES)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from common import driver
 from common.data.stream import Key, Samples, make_loader
 from common.data.workers import done, recommend, samples_per_s
 from common.errors import InputError
@@ -26,6 +27,7 @@ from common.launch.ranks import Ranks
 from common.run.options import RunOptions
 from common.training.models import ModelOptions, build_model, load_matching
 from recipes.checkpoint_rnn import adding as rnn
+from recipes.checkpoint_rnn import plan
 from recipes.checkpoint_rnn.plan import search
 from recipes.dp_scratch import train as dp_scratch
 from recipes.dp_scratch.lenet import initialize
@@ -263,6 +265,32 @@ def test_the_search_takes_the_fastest_that_fits_and_knows_the_least() -> None:
     assert 1 not in {f["segments"] for f in everything}, "memory ran out there"
 
 
+@pytest.mark.parametrize(
+    ("said", "ran_out"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+    ],
+)
+def test_only_a_lack_of_memory_is_taken_for_one(
+    monkeypatch: pytest.MonkeyPatch, said: str, ran_out: bool
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(plan, "train_step", fail)
+    monkeypatch.setattr(plan, "set_determinism", lambda **_: None)  # it is the tests' own
+    monkeypatch.setattr(plan, "seed_everything", lambda *_: None)
+    sizes = rnn.SequenceOptions(length=8, train_samples=2), rnn.RecurrentOptions(2), RunOptions()
+    if ran_out:
+        assert plan.step_cost(*sizes, 2, CPU, 2) is None
+    else:
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            plan.step_cost(*sizes, 2, CPU, 2)
+
+
 # dp_resnet50
 
 
@@ -284,6 +312,7 @@ def test_an_unpacked_dataparallel_checkpoint_predicts_the_same_on_a_cpu(tmp_path
 def test_devices_are_taken_as_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(gpus: int, given: Any, device: str, **more: int) -> list[str]:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(driver, "usable_gpus", lambda: None)
         return [str(found) for found in choose_devices(given, device, **more)]
 
     def chosen(device: str, ids: tuple[int, ...] | None, gpus: int) -> list[str]:

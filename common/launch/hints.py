@@ -51,9 +51,9 @@ _TABLE = {
         "the interfaces); a firewall must let all ports pass between the hosts"
     ),
     r"libcuda\.so\.1 is not found|Failed to load CUDA driver|CUDA driver is a stub": (
-        "install the driver on the host; give a container --gpus all, and "
-        "NVIDIA_DRIVER_CAPABILITIES=compute,utility; leave CUDA's folder stubs out of "
-        "LD_LIBRARY_PATH"
+        "install the driver on the host, or add the folder of its libraries to LD_LIBRARY_PATH "
+        "(not CUDA's folder stubs); give a container --gpus all, and "
+        "NVIDIA_DRIVER_CAPABILITIES=compute,utility"
     ),
     r"may not open /dev/nvidia": (
         "start the container again (systemctl daemon-reload takes its GPUs away), or let the user "
@@ -74,6 +74,9 @@ _TABLE = {
     r"busy or unavailable": (
         "another process has the GPU in exclusive mode (nvidia-smi -c DEFAULT ends that), or it is "
         "in MIG mode without an instance (nvidia-smi -L lists the instances)"
+    ),
+    r"no kernel image is available": (
+        "this GPU is older than the stack supports: STACK=cu128 supports the oldest ones"
     ),
     r"no CUDA-capable device": (
         "check CUDA_VISIBLE_DEVICES, and that nvidia-smi -L lists a GPU, or in MIG mode an instance"
@@ -169,8 +172,3 @@ def follows(error: Exception) -> bool:
 def timed_out(error: Exception) -> bool:
     """Whether another rank did not answer, rather than being gone."""
     return bool(re.search(_TIMED_OUT, str(error)))
-
-
-def ended_by_watchdog(said: str) -> set[int]:
-    """The ranks that waited for another one until NCCL's watchdog aborted them."""
-    return {int(rank) for rank in re.findall(rf"\[Rank (\d+)\].*{WATCHDOG}", said)}

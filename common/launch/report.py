@@ -98,7 +98,8 @@ def _shortened(message: str) -> str:
     """What NCCL said, or the first sentence of a long torch message without its source file."""
     if found := re.search(r"^NCCL error.*Last error: (.+)", message):
         return f"NCCL: {found[1]}"
-    message = re.sub(r"^\[(enforce fail at )?\S+\.(cc|cpp):\d+\] ", "", message)
+    places = r"^\[(enforce fail at )?\S+\.(cc|cpp):\d+\] | (Search for `cuda|CUDA kernel errors).*"
+    message = re.sub(places, "", message)
     return re.sub(r"(?<!e\.g)\. .*", "", message) if len(message) > 160 else message.rstrip(".")
 
 
@@ -127,7 +128,7 @@ def show_cause(
     reports.sort(key=lambda entry: entry["time"])
     own = next((entry for entry in reports if not entry["follows"]), None)
     reported = {entry["rank"] for entry in reports}
-    waited = hints.ended_by_watchdog(said)
+    waited = {int(rank) for rank in re.findall(rf"\[Rank (\d+)\].*{hints.WATCHDOG}", said)}
     explained = -signal.SIGABRT if own or waited else None
     killed = [(r, s) for r, s in failed if s < 0 and s != explained]
     aborted = {rank: "its own message is above" for rank, s in failed if s == explained}

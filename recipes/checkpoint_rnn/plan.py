@@ -9,6 +9,7 @@ trained yet, because memory that a process has freed still counts as resident.
 import logging
 import math
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -161,7 +162,7 @@ def step_cost(
     except MemoryError:
         return None
     except RuntimeError as error:  # which torch's allocators raise
-        if "alloc" in str(error) or "memory" in str(error):
+        if re.search("alloc|out of memory", str(error), re.I):  # not "an illegal memory access"
             return None
         raise
     return memory.above_start(), min(times)
