@@ -117,18 +117,16 @@ def lost_file(folder: Path, summary: dict[str, Any]) -> str:
         last = read_metrics(folder)[-1]
         if last["step"] != summary["steps"] or "val_loss" not in last:
             return name
-    except (OSError, ValueError, LookupError):
+    except (OSError, ValueError, LookupError, TypeError):
         return name
     model = folder / "model.pt"
     if not model.exists():
         return model.name
     try:
-        whole = weights_sha256(torch.load(model, "cpu", weights_only=True)) == summary.get(
-            "weights_sha256"
-        )
+        found = weights_sha256(torch.load(model, "cpu", weights_only=True))
     except Exception:  # torch.load raises whatever the unpickler raises
-        whole = False
-    if not whole:
+        found = ""
+    if found != summary.get("weights_sha256"):
         raise InputError(
             f"{model} is not what the run wrote, whose weights_sha256 is in summary.json: move it "
             "away, and the same command writes it again"
