@@ -103,6 +103,37 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def lost_file(folder: Path, summary: dict[str, Any]) -> str:
+    """Name of the first file of a finished run that is gone or damaged; empty if all are whole.
+
+    Raises:
+        InputError: model.pt is not the one that the run wrote.
+    """
+    name = ""
+    try:
+        for name in ("config.json", "manifest.json", "class_indices.json"):
+            read_json(folder / name)
+        name = "metrics.jsonl"
+        last = read_metrics(folder)[-1]
+        if last["step"] != summary["steps"] or "val_loss" not in last:
+            return name
+    except (OSError, ValueError, LookupError, TypeError):
+        return name
+    model = folder / "model.pt"
+    if not model.exists():
+        return model.name
+    try:
+        found = weights_sha256(torch.load(model, "cpu", weights_only=True))
+    except Exception:  # torch.load raises whatever the unpickler raises
+        found = ""
+    if found != summary.get("weights_sha256"):
+        raise InputError(
+            f"{model} is not what the run wrote, whose weights_sha256 is in summary.json: move it "
+            "away, and the same command writes it again"
+        )
+    return ""
+
+
 def lock(folder: Path, patience_s: float = 120.0) -> IO[str]:
     """Own `folder` until this process ends or closes the file that is returned.
 

@@ -209,6 +209,12 @@ BEFORE_THEY_MEET = {
         "--device cuda",
         r"rank 1 on \S+: --device cuda, but this process sees no",
     ),
+    "all options, torchrun": (
+        "torch.distributed.run --no-python --nproc-per-node 2 --master-port 29512",
+        "--epocs 3",
+        "",
+        r"Unrecognized options: --epocs, 3 \(perhaps",
+    ),
     "its options": ("mpirun", "", "--epocs 3", r"rank 1 on \S+: Unrecognized options: --epocs, 3"),
     "all options": ("mpirun", "--epocs 3", "", r"Unrecognized options: --epocs, 3 \(perhaps"),
 }
@@ -233,6 +239,7 @@ def test_what_ranks_find_before_they_meet_is_shown_once(recipe: Recipe, what: st
     assert result.status != 0
     assert len(result.errors) == 1, result.stderr
     assert re.match(f"error: {says}", result.errors[0])
+    assert "InputError" not in result.stderr, "torchrun shows no traceback of it"
 
 
 def test_an_option_is_refused_in_plain_letters_on_a_terminal(recipe: Recipe) -> None:

@@ -42,17 +42,9 @@ def report(error: Exception, ranks: Ranks) -> int:
     status = STATUS_BAD_INPUT if isinstance(error, InputError) else STATUS_FAILED
     line = _error_line(error, ranks)
     trace = "" if expected else "".join(traceback.format_exception(error))
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        # torchrun shows the first failure; of two within a second, that of the lower rank.
-        if follows:
-            time.sleep(1)
-        else:
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-            try:
-                raise error
-            except Exception:  # it records the exception that is being handled
-                get_error_handler().record_exception(error)
+    elastic = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if elastic and follows:
+        time.sleep(1)  # torchrun ends this rank, which then says nothing
     if errors := os.environ.get("RECIPES_ERRORS"):
         entry = {
             "rank": ranks.rank,
@@ -68,11 +60,36 @@ def report(error: Exception, ranks: Ranks) -> int:
                 file.write(json.dumps(entry) + "\n")
         except OSError:  # the process that started this rank is gone
             say(f"{line}\n{trace}")
-    elif isinstance(error, InputError) and error.agreed and ranks.rank > 0:
-        time.sleep(1)  # rank 0 shows it; mpirun and torchrun end all ranks when the first one ends
+    elif isinstance(error, InputError) and error.agreed and not _speaks(ranks, elastic):
+        time.sleep(1)  # mpirun and torchrun end all ranks when the first one ends
     elif not isinstance(error, PeerError):
         say(f"{line}\n{trace}")
+    if elastic and not follows and not isinstance(error, InputError):
+        # torchrun shows the first failure; of two within a second, that of the lower rank.
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        try:
+            raise error
+        except Exception:  # it records the exception that is being handled
+            get_error_handler().record_exception(error)
     return status
+
+
+def _speaks(ranks: Ranks, elastic: str | None) -> bool:
+    """Whether this rank shows an error that every rank raises.
+
+    It is rank 0. Under torchrun it is the first rank of each host, because torchrun may end rank 0
+    before that speaks: the first one makes a file in the folder of this host's error files.
+    """
+    if not elastic:
+        return ranks.is_main
+    try:
+        (Path(elastic).parents[1] / "shown").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        return ranks.is_main
+    return True
 
 
 def _error_line(error: Exception, ranks: Ranks) -> str:

@@ -19,10 +19,10 @@ from common.errors import InputError, TrainingError
 from common.files import (
     fix,
     lock,
+    lost_file,
     new_folder,
     not_writable,
     read_json,
-    read_metrics,
     save_weights,
     weights_sha256,
     write_json,
@@ -79,14 +79,11 @@ class Run:
                 self._lock = _own(folder)
         self.folder: Path = broadcast(folder)
         self.snapshots = self.folder / "snapshots"
+        own = self.folder / "logs" / f"rank_{ranks.rank}.log"
         with agreed():
             try:
-                (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-                file = logging.FileHandler(
-                    self.folder / "logs" / f"rank_{ranks.rank}.log",
-                    encoding="utf-8",
-                    errors="backslashreplace",
-                )
+                own.parent.mkdir(parents=True, exist_ok=True)
+                file = logging.FileHandler(own, encoding="utf-8", errors="backslashreplace")
             except OSError as error:
                 raise InputError(not_writable(self.folder, error)) from error
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -130,18 +127,15 @@ class Run:
         with agreed():
             if self.ranks.is_main and (self.folder / "summary.json").exists():
                 summary = read_json(self.folder / "summary.json", "steps")
-                ended = f"the run in {self.folder} ended after step {summary['steps']}, but "
                 more = summary["steps"] < last_step
-                lost = "" if more else _lost(self.folder, summary)
+                lost = "" if more else lost_file(self.folder, summary)
+                missing = f"{lost} is gone or damaged" if lost else "its snapshots are gone"
+                what = f"the run in {self.folder} has ended, but {missing}"
+                if lost and can_resume:
+                    log.warning(f"{what}: it is written again")
+                elif (more or lost) and not can_resume:
+                    raise InputError(f"{what}: choose another --output-dir to train again")
                 if more or lost:
-                    if not can_resume:
-                        missing = "its snapshots are" if more else f"{lost} is"
-                        raise InputError(
-                            f"{ended}{missing} gone or damaged: choose another --output-dir to "
-                            "train again"
-                        )
-                    if lost:
-                        log.warning(f"{ended}{lost} is gone or damaged: it is written again")
                     summary = {}
         summary = broadcast(summary)
         if summary:
@@ -278,32 +272,3 @@ def _own(folder: Path) -> IO[str]:
         return lock(folder)
     except OSError as error:
         raise InputError(not_writable(folder, error)) from error
-
-
-def _lost(folder: Path, summary: dict[str, Any]) -> str:
-    """The first file of a finished run that is gone or damaged; empty if all are whole."""
-    name = ""
-    try:
-        for name in ("config.json", "manifest.json", "class_indices.json"):
-            read_json(folder / name)
-        name = "metrics.jsonl"
-        last = read_metrics(folder)[-1]
-        if last["step"] != summary["steps"] or "val_loss" not in last:
-            return name
-    except (OSError, ValueError, LookupError):
-        return name
-    model = folder / "model.pt"
-    if not model.exists():
-        return model.name
-    try:
-        whole = weights_sha256(torch.load(model, "cpu", weights_only=True)) == summary.get(
-            "weights_sha256"
-        )
-    except Exception:  # torch.load raises whatever the unpickler raises
-        whole = False
-    if not whole:
-        raise InputError(
-            f"{model} is not what the run wrote, whose weights_sha256 is in summary.json: move it "
-            "away, and the same command writes it again"
-        )
-    return ""

@@ -151,8 +151,8 @@ class TrainingState:
             raise ValueError(f"it is of {len(ranks)} ranks")
         others = {"format", "identity", "world_size", "ranks", "file", "best", *_POSITION}
         parts = ranks[rank]["parts"] if self.sharded else found
-        if given := (parts.keys() ^ self.parts.keys()) - others:
-            raise ValueError(f"not both have {', '.join(sorted(given))}")
+        if unlike_ours := (parts.keys() ^ self.parts.keys()) - others:
+            raise ValueError(f"other parts: {', '.join(sorted(unlike_ours))}")
         for name, part in self.parts.items():
             refuse_other_state(part, parts[name])
             part.load_state_dict(parts[name])

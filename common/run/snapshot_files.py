@@ -50,7 +50,7 @@ def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
     except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        cause = error if isinstance(error, OSError) else error.__context__
+        cause = error if isinstance(error, OSError) else error.__context__ or error
         raise TrainingError(
             f"cannot write a snapshot into {folder} ({str(cause).splitlines()[0]}): {fix(cause)}, "
             "then run the same command to resume from the last snapshot"
