@@ -23,12 +23,12 @@ from torchvision.transforms import v2
 
 import recipes
 from common import cli
-from common.data.datasets import Arrays, ArraySamples, Data, LoaderOptions
+from common.data.datasets import ArraySamples, Data, LoaderOptions
 from common.data.loaders import make_loaders
 from common.data.stream import Samples, make_loader
 from common.errors import InputError
+from common.git import without_secrets
 from common.launch.ranks import Ranks
-from common.run.manifest import without_secrets
 from common.run.options import RunOptions, decisive, flatten
 from common.seeds import rng_state
 from common.training.ddp import warm_up
@@ -244,12 +244,12 @@ def test_bytes_are_images_only_if_the_data_say_how_they_are_normalised() -> None
     "labels",
     [torch.arange(300), torch.rand(300), torch.rand(300, 4), torch.arange(600).view(300, 2)],
 )
-def test_arrays_take_labels_of_any_type_and_shape(labels: Tensor) -> None:
-    source = Arrays(torch.arange(600).view(300, 2), labels)
-    assert source.digest() != Arrays(source.images, labels.flip(0)).digest()
-    samples = ArraySamples(source, range(300), 0)
+def test_targets_in_memory_are_of_any_type_and_shape(labels: Tensor) -> None:
+    numbers = torch.arange(600).view(300, 2)
+    samples = ArraySamples([numbers, labels], range(300), 0)
+    assert samples.digest() != ArraySamples([numbers, labels.flip(0)], range(300), 0).digest()
     inputs, targets = next(iter(make_loader(samples, [[(0, 7), (0, 299)]])))
-    assert torch.equal(inputs, source.images[[7, 299]])
+    assert torch.equal(inputs, numbers[[7, 299]])
     assert torch.equal(targets, labels[[7, 299]])
     assert torch.equal(samples[(0, 299)][1], labels[299])
 

@@ -24,9 +24,10 @@ from common.files import (
     weights_sha256,
     write_json,
 )
+from common.git import changes
 from common.group.collectives import agreed, broadcast
 from common.launch.ranks import Ranks
-from common.run.manifest import changes, describe_run
+from common.run.manifest import describe_run
 from common.run.options import (
     MAY_DIFFER_BY_HOST,
     RunOptions,
