@@ -88,13 +88,11 @@ class Data:
     files' relative paths and sizes."""
     class_names: Sequence[str] = ()
     channels: int = 0
-    """Channels of an image: 1 or 3."""
     side: int = 0
-    """Side of an image [px]."""
+    """Of an image: 1 or 3 channels; the side [px]."""
     mean: Sequence[float] = ()
-    """Mean of each channel, for images that are bytes (`common.data.batches`); 0 to 1."""
     std: Sequence[float] = ()
-    """Standard deviation of each channel; 0 to 1."""
+    """Of each channel, for images that are bytes (`common.data.batches`); 0 to 1."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -180,11 +178,7 @@ def _in_memory(images: Tensor, labels: Tensor, order: Sequence[int], seed: int) 
 
 
 class ArraySamples(Samples):
-    """Samples in memory, read a batch at a time.
-
-    The source is a list of tensors (all samples, ...), such as inputs and targets. With `shift`,
-    the first holds images, and `shifted` moves each.
-    """
+    """Samples of a list of tensors, read a batch at a time; `shift` moves the first's images."""
 
     def __init__(
         self, source: list[Tensor], indices: Sequence[int], seed: int, *, shift: bool = False
@@ -193,7 +187,7 @@ class ArraySamples(Samples):
         self.shift = shift
 
     def __getitems__(self, keys: Sequence[Key]) -> list[Tensor]:
-        """A batch of one epoch: a part of each tensor."""
+        """A part of each tensor."""
         inputs, *more = (part[[self.indices[index] for _, index in keys]] for part in self.source)
         return [shifted(inputs, self.seeds_of(keys)) if self.shift else inputs, *more]
 
@@ -240,9 +234,8 @@ def torchvision_data(options: DataOptions, seed: int) -> Data:
     digest = hashlib.sha256()
     for part in (train, val):
         digest.update(np.asarray(part.data).tobytes() + np.asarray(part.targets).tobytes())
-    training, validation = (Samples(part, range(len(part)), seed) for part in (train, val))
-    fingerprint, names = digest.hexdigest(), list(train.classes)
-    return Data(training, validation, fingerprint, names, len(mean), side, mean, std)
+    train, val = (Samples(part, range(len(part)), seed) for part in (train, val))
+    return Data(train, val, digest.hexdigest(), train.source.classes, len(mean), side, mean, std)
 
 
 def _torchvision_part(options: DataOptions, **more: Any) -> Any:

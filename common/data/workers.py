@@ -150,9 +150,8 @@ def samples_per_s(
         iterator = iter(loader)  # drops the batches that were loaded ahead
         count, start_s = 0, time.perf_counter()
         for batch in iterator:
-            parts = [part for part in tree_leaves(batch) if isinstance(part, Tensor)]
-            moved = [part.to(device, non_blocking=True) for part in parts]
-            count += len(moved[0])
+            parts = (part for part in tree_leaves(batch) if isinstance(part, Tensor))
+            count += max(len(part.to(device, non_blocking=True)) for part in parts)
             if time.perf_counter() - start_s > limit_s:
                 break
         synchronize(device)
