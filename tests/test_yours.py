@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -125,33 +126,39 @@ def test_images_on_one_process_and_on_two_resumed_give_one_hash_and_a_record(
     assert re.search(rf"\nlikely cause: {changed} \(\w+\.\.\., now \w+\.\.\.\)", done.stdout)
 
 
-def train_mine(ranks: Ranks, house: Path, arguments: list[str]) -> None:
-    """The recipe `mine` of another house, as one rank."""
-    recipes.__path__.append(str(house / "recipes"))
-    mine = import_module("recipes.mine.train")
+def train_mine(ranks: Ranks, house: Path, arguments: list[str], by_byte: bool) -> None:
+    """The recipe `mine` of another house, as one rank; with a loss per sample, or several."""
+    if str(house / "recipes") not in recipes.__path__:
+        recipes.__path__.append(str(house / "recipes"))
+    mine, yours = (import_module(f"recipes.mine.{name}") for name in ("train", "yours"))
+    mine.losses_of = yours.losses_of  # type: ignore[attr-defined]
+    if by_byte:
+        mine.losses_of = lambda *given: yours.losses_of(*given)[:, None].expand(-1, 3)  # type: ignore[attr-defined]
     mine.train(cli.parse("mine", mine.Config, arguments)[1], ranks)
 
 
 def test_text_on_one_process_and_on_two_resumed_gives_one_hash(
     house: Path, pool: Pool, tmp_path: Path
 ) -> None:
-    subprocess.run(["rm", "-rf", house / "recipes" / "mine"], check=True)
+    """Interrupted in the middle of an epoch; also if a sample has more than one loss."""
+    shutil.rmtree(house / "recipes" / "mine", ignore_errors=True)
     begin(house, 1)
 
     def run(world_size: int, folder: str, *options: str) -> dict[str, Any]:
         words = ["--text", str(ROOT / "README.md"), "--global-batch-size", "32"]
         words += ["--virtual-ranks", "2", "--epochs", "3", *options]
         words += ["--output-dir", str(tmp_path / folder)]
-        pool.run(train_mine, world_size, house, words)
+        pool.run(train_mine, world_size, house, words, by_byte)
         summary: dict[str, Any] = json.loads((tmp_path / folder / "summary.json").read_text())
         return summary
 
-    whole = run(1, "whole")
-    run(2, "cut", "--max-steps", "3")
-    cut = run(2, "cut")
-    assert cut["resumed_from"] == 3
-    assert cut["weights_sha256"] == whole["weights_sha256"]
-    assert cut["val_right"] == whole["val_right"]
+    for by_byte in (False, True):
+        whole = run(1, f"whole {by_byte}")
+        run(2, f"cut {by_byte}", "--max-steps", "3")
+        cut = run(2, f"cut {by_byte}")
+        assert cut["resumed_from"] == 3
+        for name in ("weights_sha256", "train_loss", "val_loss", "val_right"):
+            assert cut[name] == whole[name], name
 
 
 # Data sets of others
