@@ -39,8 +39,10 @@ def git(*command: str) -> str:
 
 
 def new_files() -> list[str]:
-    """Files that are not in the commit, and that git does not ignore."""
-    return git("ls-files", "--others", "--exclude-standard", "-z").split("\0")[:-1]
+    """Files that are not in the commit, that git does not ignore, and that no run has left."""
+    names = git("ls-files", "--others", "--exclude-standard", "-z").split("\0")[:-1]
+    runs = tuple(name.removesuffix(".lock") for name in names if name.endswith("/.lock"))
+    return [name for name in names if not name.startswith(runs)]
 
 
 def changed_files() -> dict[str, str]:
@@ -57,7 +59,7 @@ def _digest(path: Path) -> str:
     return "gone"
 
 
-def changes() -> str:
+def changes() -> bytes:
     """The diff between the commit and the code that runs, with new files, without secrets."""
     diff = git("diff", "--relative", "--no-color", "--no-ext-diff", "HEAD")
     for name in new_files():
@@ -71,8 +73,8 @@ def changes() -> str:
             diff += "".join(f"+{line}\n" for line in lines)
         if len(diff) > _MOST_BYTES:
             break
-    kept = without_secrets(diff[: 2 * _MOST_BYTES])
-    return kept if len(kept) <= _MOST_BYTES else f"{kept[:_MOST_BYTES]}\ncut here: it is too long\n"
+    kept = without_secrets(diff[: 2 * _MOST_BYTES]).encode()
+    return kept if len(kept) <= _MOST_BYTES else kept[:_MOST_BYTES] + b"\ncut here: too long\n"
 
 
 def without_secrets(text: str) -> str:
