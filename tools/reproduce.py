@@ -29,9 +29,10 @@ from typing import Any
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
 from common.figure import save_figure
 from common.files import read_metrics, result_folder, write_json
+from common.git import git
 from common.launch.process import end_with_parent
 from common.launch.start import LaunchOptions
-from common.machine import describe_machine, git
+from common.machine import describe_machine
 from common.run.options import decisive, differences
 from tools.command import Parser, attempt
 from tools.fresh import fresh_environment
@@ -190,7 +191,7 @@ def causes(result: dict[str, Any]) -> str:
         )
     shown = [f"{name} ({_word(both[name][0])}, now {_word(both[name][1])})" for name in order[:4]]
     if "git_commit" in both:
-        names = git("diff", "--name-only", *map(str, both["git_commit"])).decode().split()
+        names = git("diff", "--name-only", *map(str, both["git_commit"])).split()
         shown += [f"between the commits {', '.join(names[:8])}"] if names else []
     why = f"likely cause: {', then '.join(shown)}"
     if order[0] == "world_size":

@@ -27,9 +27,10 @@ from common.files import (
     weights_sha256,
     write_json,
 )
+from common.git import changes
 from common.group.collectives import agreed, broadcast
 from common.launch.ranks import Ranks
-from common.run.manifest import changes, continued, describe_run
+from common.run.manifest import continued, describe_run
 from common.run.options import (
     MAY_DIFFER_BY_HOST,
     RunOptions,
@@ -194,11 +195,11 @@ class Run:
         except InputError:
             log.warning(f"{record} was damaged: it is written again, without earlier starts")
         write_json(record, continued(manifest, then, step))
-        diff, kept = changes() if manifest["changed_files"] else "", self.folder / "changes.diff"
-        if step and kept.exists() and kept.read_text(encoding="utf-8") != diff:
+        diff, kept = changes() if manifest["changed_files"] else b"", self.folder / "changes.diff"
+        if step and kept.exists() and kept.read_bytes() != diff:
             kept.rename(self.folder / f"changes_until_step_{step}.diff")
         if diff:
-            kept.write_text(diff, encoding="utf-8")
+            kept.write_bytes(diff)
 
     def metrics(self, step: int, epoch: int, **values: float) -> None:
         """Add a line to metrics.jsonl and the scalars to TensorBoard, on rank 0."""

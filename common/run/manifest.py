@@ -2,21 +2,18 @@
 
 import logging
 import os
-import re
 import socket
-from contextlib import suppress
 from datetime import UTC, datetime
-from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from common import ROOT
+from common.git import without_secrets
 from common.group.collectives import gather
 from common.launch.process import command_line
-from common.machine import describe_machine, git, new_files
+from common.machine import describe_machine
 
 log = logging.getLogger("recipes")
 
@@ -36,23 +33,6 @@ _ENVIRONMENT = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )
 _START = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
-
-# The value of an option with such a name; in a file, a string that is given to such a name, or a
-# word with letters and digits; the user part of a URL; tokens with a known prefix; private keys.
-_SECRET = re.compile(
-    r"""(?ixs) ( --[\w-]*(?:token|secret|passw|credential|key)[\w-]* [=\s]+ ) (?: '[^']*' | \S+ )
-    | ( (?:token|secret|passw|credential|(?:api|access|private)_?key)[\w-]* ["']? \s* [=:] \s* )
-      (?: "[^"\n]+" | '[^'\n]+' | (?=\S*\d) (?=\S*[a-z]) [^\s"'(){},.;\[\]]{6,} (?![^\s,;]) )
-    | ( \w:// ) [^/\s@']+ (?=@)
-    | ( \b bearer \s ) \S+
-    | \b (?: gh[pousr]_ | github_pat_ | glpat- | hf_ | xox[abp]- | sk- | AKIA ) [\w-]{8,}
-    | (?<=PRIVATE\ KEY-----) .*? (?=-----END)"""
-)
-
-_PRIVATE = re.compile(r"(^|/)(\.env|\.netrc|id_\w+$)|\.(key|pem)$")
-"""Files whose content is never kept."""
-
-_MOST_CHARACTERS = 2**20
 
 
 def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) -> dict[str, Any]:
@@ -112,22 +92,3 @@ def continued(now: dict[str, Any], then: dict[str, Any], step: int) -> dict[str,
             "values before it"
         )
     return {**now, "before": before} if before else now
-
-
-def without_secrets(command: str) -> str:
-    """The command, or other text, with `***` in place of tokens and passwords."""
-    return _SECRET.sub(r"\1\2\3\4***", command)
-
-
-def changes() -> str:
-    """The diff between the commit and the code that runs, new files included, without secrets."""
-    options = ("--relative", "--no-color", "--no-ext-diff")
-    diff = git("diff", *options, "HEAD").decode(errors="replace")
-    for name in new_files():
-        if len(diff) < _MOST_CHARACTERS and not _PRIVATE.search(name):
-            with suppress(OSError, UnicodeDecodeError):
-                lines = (ROOT / name).read_text().splitlines(keepends=True)
-                diff += "".join(unified_diff([], lines, "/dev/null", f"b/{name}"))
-                diff += "" if diff.endswith("\n") else "\n\\ No newline at end of file\n"
-    more = f"\ncut here: {len(diff):,} characters in all\n" if len(diff) > _MOST_CHARACTERS else ""
-    return without_secrets(diff[:_MOST_CHARACTERS]) + more
