@@ -86,8 +86,7 @@ class Data:
     std: Sequence[float] = (1.0,)
     """Standard deviation of each channel; 0 to 1."""
     resize: Sequence[int] = ()
-    """An image's shorter side, or height and width, before its middle is cut out [px].
-    Empty: the samples are no images."""
+    """An image's shorter side, or both, before its middle is cut out [px]; empty: no images."""
     held_out: Sequence[str] = ()
     """imagefolder: the files to validate on, by their path in the folder."""
 
@@ -126,14 +125,9 @@ def load_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
                 raise InputError(
                     f"cannot download {options.data} into {options.data_path}: {error}"
                 ) from error
+    make = {"digits": digits_data, "fake": fake_data}.get(options.data, torchvision_data)
     with agreed():
-        if options.data == "digits":
-            data = digits_data(options, seed)
-        elif options.data == "fake":
-            data = fake_data(options, seed)
-        else:
-            data = torchvision_data(options, seed)
-    return data
+        return make(options, seed)
 
 
 def digits_data(options: DataOptions, seed: int) -> Data:
@@ -142,10 +136,9 @@ def digits_data(options: DataOptions, seed: int) -> Data:
     mean, std = 0.305, 0.376
     images = (torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16 - mean) / std
     if options.image_size not in (None, 8):
-        size = (options.image_size, options.image_size)
-        images = torch.nn.functional.interpolate(images, size=size, mode="bilinear")
+        images = torch.nn.functional.interpolate(images, options.image_size, mode="bilinear")
     order = np.random.Generator(np.random.PCG64(mix(seed))).permutation(len(images)).tolist()
-    return _in_memory(Arrays(images, labels), order, seed, [mean], [std])
+    return _in_memory(Arrays(images, labels), order, seed, mean, std)
 
 
 def read_digits() -> tuple[Any, Any]:
@@ -170,19 +163,17 @@ def fake_data(options: DataOptions, seed: int) -> Data:
     patterns = torch.randn(10, 3, size, size, generator=generator)
     labels = torch.arange(count) % 10
     images = patterns[labels] + 2 * torch.randn(count, 3, size, size, generator=generator)
-    return _in_memory(Arrays(images, labels), range(count), seed, [0.0] * 3, [1.0] * 3)
+    return _in_memory(Arrays(images, labels), range(count), seed, 0.0, 1.0)
 
 
-def _in_memory(
-    arrays: "Arrays", order: Sequence[int], seed: int, mean: list[float], std: list[float]
-) -> Data:
+def _in_memory(arrays: "Arrays", order: Sequence[int], seed: int, mean: float, std: float) -> Data:
     """Ten classes; the first 80 % in `order` are for training, the others for validation."""
     cut = len(order) * 4 // 5
     train = ArraySamples(arrays, order[:cut], seed, shift=True)
     val = ArraySamples(arrays, order[cut:], seed)
     channels, side, _ = arrays.images[0].shape
-    names = [str(n) for n in range(10)]
-    return Data(train, val, names, channels, side, arrays.digest(), mean, std, [side, side])
+    normal, names = ([mean] * channels, [std] * channels), [str(n) for n in range(10)]
+    return Data(train, val, names, channels, side, arrays.digest(), *normal, [side, side])
 
 
 class Arrays:
@@ -253,8 +244,7 @@ def torchvision_data(options: DataOptions, seed: int) -> Data:
         digest.update(np.asarray(part.data).tobytes() + np.asarray(part.targets).tobytes())
     training = Samples(train, range(len(train)), augmented, seed)
     validation = Samples(val, range(len(val)), plain, seed)
-    names, fingerprint = list(train.classes), digest.hexdigest()
-    size = [side, side]
+    names, fingerprint, size = list(train.classes), digest.hexdigest(), [side, side]
     return Data(training, validation, names, len(mean), side, fingerprint, mean, std, size)
 
 
@@ -276,8 +266,7 @@ def image_folder_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
     log.info(f"JPEGs are decoded by {'TorchCodec' if image_folder.fast_jpeg() else 'Pillow'}")
     side, source = options.image_size or 224, image_folder.ImageFiles(files)
     training = Samples(source, train, partial(image_folder.random_crop, side=side), seed)
-    normal, resize = (IMAGENET_MEAN, IMAGENET_STD), [side * 256 // 224]
-    crop = partial(image_folder.center_crop, resize=resize, side=side)
-    validation = Samples(source, val, crop, seed)
+    validation = Samples(source, val, partial(image_folder.center_crop, side=side), seed)
+    normal, resize = (IMAGENET_MEAN, IMAGENET_STD), [side * 256 // 224]  # as in center_crop
     held_out = [str(files[index][0].relative_to(options.data_path)) for index in val]
     return Data(training, validation, names, 3, side, fingerprint, *normal, resize, held_out)
