@@ -20,7 +20,7 @@ from typing import Any
 from common import cli
 from common.data.batches import DeviceBatches
 from common.data.datasets import DataOptions, load_data
-from common.data.image_folder import ImageFiles, images_in, verify
+from common.data.image_folder import ImageFiles, class_names, images_in, verify
 from common.data.stream import Samples, eval_batch_size, fixed_batches, make_loader
 from common.data.workers import choose_num_workers
 from common.errors import InputError
@@ -65,15 +65,15 @@ def photos(run: Trained, folder: Path, ranks: Ranks) -> Samples:
         InputError: no such sub-folders, other classes, or an image that the model cannot take.
     """
     with agreed():
-        names = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
-        files = [(path, name) for name in names for path in images_in(folder / name)]
-        if not files:
-            raise InputError(f"--data-path {folder} has no sub-folders with images, one per class")
-        if unknown := {name for _, name in files} - set(run.classes):
+        names = class_names(folder) if folder.is_dir() else []
+        if not names:
+            raise InputError(f"--data-path {folder} has no sub-folders: make one per class")
+        if unknown := set(names) - set(run.classes):
             raise InputError(
                 f"--data-path {folder} holds {', '.join(sorted(unknown))}, but the classes of the "
                 f"run are {', '.join(run.classes)}"
             )
+        files = [(path, name) for name in names for path in images_in(folder / name)]
         paths = [path for path, _ in files][ranks.rank :: ranks.world_size]
         refuse_unusable(paths, run.channels)
         verify(paths, show_progress=ranks.is_main)

@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common.data.batches import DeviceBatches
-from common.data.image_folder import SUFFIXES, decoded, images_in
+from common.data.image_folder import decoded, images_in
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
 from common.group.devices import choose_device
 from common.group.host import usable_cores
@@ -52,8 +52,6 @@ def listed(inputs: Sequence[Path], channels: int) -> list[Path]:
         if not given.exists():
             raise InputError(f"{given} does not exist")
         found = images_in(given) if given.is_dir() else [given]
-        if not found:
-            raise InputError(f"{given} holds no images ({', '.join(sorted(SUFFIXES))})")
         refuse_unusable(found, channels, named=not given.is_dir())
         paths += found
     return paths

@@ -9,8 +9,8 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor, nn
+from torchvision.transforms.v2 import functional
 
-from common.data.image_folder import center_crop
 from common.errors import InputError
 from common.seeds import mixed_precision
 from common.training.models import ModelOptions, build_model, load_matching
@@ -42,9 +42,10 @@ class Trained:
 
     def prepared(self, image: Tensor) -> Tensor:
         """The bytes (channels, side, side) that the model sees of an RGB image (3, ...)."""
-        # All three channels of a grey image are equal.
-        sizes = self.preprocessing["resize"], self.preprocessing["crop"]
-        return center_crop(image[: self.channels], *sizes)
+        image = image[: self.channels]  # all three of a grey image are equal
+        resized = functional.resize(image, self.preprocessing["resize"])
+        cropped: Tensor = functional.center_crop(resized, self.preprocessing["crop"])
+        return cropped
 
     def options(self, group: type[G], **other: Any) -> G:
         """An option group as the run had it, with `other` values."""

@@ -94,8 +94,7 @@ class Data:
     std: Sequence[float] = ()
     """Of each channel, for images that are bytes (`common.data.batches`); 0 to 1."""
     resize: Sequence[int] = ()
-    """An image's shorter side, or height and width, before its middle is cut out [px].
-    Empty: the samples are no images."""
+    """An image's shorter side, or both, before its middle is cut out [px]; empty: no images."""
     held_out: Sequence[str] = ()
     """imagefolder: the files to validate on, by their path in the folder."""
 
@@ -134,14 +133,9 @@ def load_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
                 raise InputError(
                     f"cannot download {options.data} into {options.data_path}: {error}"
                 ) from error
+    make = {"digits": digits_data, "fake": fake_data}.get(options.data, torchvision_data)
     with agreed():
-        if options.data == "digits":
-            data = digits_data(options, seed)
-        elif options.data == "fake":
-            data = fake_data(options, seed)
-        else:
-            data = torchvision_data(options, seed)
-    return data
+        return make(options, seed)
 
 
 def digits_data(options: DataOptions, seed: int) -> Data:
@@ -150,10 +144,9 @@ def digits_data(options: DataOptions, seed: int) -> Data:
     mean, std = 0.305, 0.376
     images = (torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16 - mean) / std
     if options.image_size not in (None, 8):
-        size = (options.image_size, options.image_size)
-        images = torch.nn.functional.interpolate(images, size=size, mode="bilinear")
+        images = torch.nn.functional.interpolate(images, options.image_size, mode="bilinear")
     order = np.random.Generator(np.random.PCG64(mix(seed))).permutation(len(images)).tolist()
-    return _in_memory(images, torch.from_numpy(labels), order, seed, [mean], [std])
+    return _in_memory(images, torch.from_numpy(labels), order, seed, mean, std)
 
 
 def read_digits() -> tuple[Any, Any]:
@@ -178,24 +171,19 @@ def fake_data(options: DataOptions, seed: int) -> Data:
     patterns = torch.randn(10, 3, size, size, generator=generator)
     labels = torch.arange(count) % 10
     images = patterns[labels] + 2 * torch.randn(count, 3, size, size, generator=generator)
-    return _in_memory(images, labels, range(count), seed, [0.0] * 3, [1.0] * 3)
+    return _in_memory(images, labels, range(count), seed, 0.0, 1.0)
 
 
 def _in_memory(
-    images: Tensor,
-    labels: Tensor,
-    order: Sequence[int],
-    seed: int,
-    mean: list[float],
-    std: list[float],
+    images: Tensor, labels: Tensor, order: Sequence[int], seed: int, mean: float, std: float
 ) -> Data:
     """Ten classes; the first 80 % in `order` are for training, the others for validation."""
     cut = len(order) * 4 // 5
     train = ArraySamples([images, labels], order[:cut], seed, shift=True)
     val = ArraySamples([images, labels], order[cut:], seed)
     channels, side, _ = images[0].shape
-    names, size = [str(n) for n in range(10)], [side, side]
-    return Data(train, val, train.digest(), names, channels, side, mean, std, size)
+    normal, names = ([mean] * channels, [std] * channels), [str(n) for n in range(10)]
+    return Data(train, val, train.digest(), names, channels, side, *normal, [side, side])
 
 
 class ArraySamples(Samples):
@@ -277,13 +265,10 @@ def image_folder_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
         image_folder.verify_once(files, copy, ranks)
     log.info(f"JPEGs are decoded by {'TorchCodec' if image_folder.fast_jpeg() else 'Pillow'}")
     side = options.image_size or 224
-    normal, resize = (IMAGENET_MEAN, IMAGENET_STD), [side * 256 // 224]
+    normal, resize = (IMAGENET_MEAN, IMAGENET_STD), [side * 256 // 224]  # as in center_crop
     training, validation = (
-        Samples(image_folder.ImageFiles(files, crop), part, seed)
-        for part, crop in (
-            (train, partial(image_folder.random_crop, side=side)),
-            (val, partial(image_folder.center_crop, resize=resize, side=side)),
-        )
+        Samples(image_folder.ImageFiles(files, partial(crop, side=side)), part, seed)
+        for part, crop in ((train, image_folder.random_crop), (val, image_folder.center_crop))
     )
     held_out = [str(files[index][0].relative_to(options.data_path)) for index in val]
     return Data(training, validation, fingerprint, names, 3, side, *normal, resize, held_out)

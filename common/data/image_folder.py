@@ -38,9 +38,7 @@ def list_images(
 ) -> tuple[list[str], list[tuple[Path, int]], Sequence[int], Sequence[int]]:
     """List the images of `root`, which has one sub-folder per class, or train/ and val/ with them.
 
-    Args:
-        root: the folder.
-        seed: splits each class 80/20 if there are no train/ and val/.
+    `seed` splits each class 80/20 if there are no train/ and val/.
 
     Returns:
         Class names, (path, class) of every image, and the indices to train and to validate on.
@@ -53,7 +51,7 @@ def list_images(
     folders = [root / "train", root / "val"]
     if not all(folder.is_dir() for folder in folders):
         folders = [root]
-    names = _class_names(folders[0])
+    names = class_names(folders[0])
     if not names:
         raise InputError(f"--data-path {folders[0]} has no sub-folders: make one per class")
     if {name.lower() for name in names} <= _SPLITS:
@@ -63,7 +61,7 @@ def list_images(
         )
     if len(names) == 1:
         raise InputError(f"--data-path {folders[0]} has one class only ({names[0]}), not two")
-    if unknown := set(_class_names(folders[-1])) - set(names):
+    if unknown := set(class_names(folders[-1])) - set(names):
         raise InputError(
             f"{folders[-1]} has classes that train has not: {', '.join(sorted(unknown))}"
         )
@@ -73,7 +71,8 @@ def list_images(
     return names, files + val[0], range(len(files)), range(len(files), len(files + val[0]))
 
 
-def _class_names(folder: Path) -> list[str]:
+def class_names(folder: Path) -> list[str]:
+    """Names of the sub-folders, sorted."""
     return sorted(p.name for p in folder.iterdir() if p.is_dir() and _is_data(p, folder))
 
 
@@ -84,21 +83,19 @@ def _is_data(path: Path, folder: Path) -> bool:
 
 
 def _list_classes(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
-    files: list[tuple[Path, int]] = []
-    for label, name in enumerate(names):
-        found = images_in(folder / name)
-        if not found:
-            raise InputError(
-                f"class folder {folder / name} has no images ({', '.join(sorted(SUFFIXES))})"
-            )
-        files += [(path, label) for path in found]
-    return files
+    return [(path, label) for label, name in enumerate(names) for path in images_in(folder / name)]
 
 
 def images_in(folder: Path) -> list[Path]:
-    """The image files at any depth of a folder, sorted."""
+    """The image files at any depth of a folder, sorted.
+
+    Raises:
+        InputError: there are none.
+    """
     found = [path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES]
-    return sorted(path for path in found if _is_data(path, folder) and path.is_file())
+    if not (images := sorted(p for p in found if _is_data(p, folder) and p.is_file())):
+        raise InputError(f"{folder} has no images ({', '.join(sorted(SUFFIXES))})")
+    return images
 
 
 def _split_by_class(files: list[tuple[Path, int]], seed: int) -> tuple[list[int], list[int]]:
@@ -272,10 +269,10 @@ def random_crop(image: Tensor, side: int) -> Tensor:
     return crop.flip(-1) if torch.rand(1) < 0.5 else crop
 
 
-def center_crop(image: Tensor, resize: list[int], side: int) -> Tensor:
-    """The middle (channels, side, side) of an image; first `resize` sets its shorter side [px]."""
+def center_crop(image: Tensor, side: int) -> Tensor:
+    """The middle (3, side, side) of the image, whose shorter side is first resized to 8/7 side."""
     from torchvision.transforms.v2 import functional
 
-    resized = functional.resize(image, resize)
+    resized = functional.resize(image, [side * 256 // 224])
     cropped: Tensor = functional.center_crop(resized, [side])
     return cropped
