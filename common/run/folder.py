@@ -142,9 +142,8 @@ class Run:
 
     def _to_train_further(self) -> str:
         model = self.folder / "model.pt"
-        if "weights" not in self._values or not model.exists():
-            return ""
-        return f"; to train its model further, give --weights {model} and another --output-dir"
+        how = f"; to train its model further, give --weights {model} and another --output-dir"
+        return how if "weights" in self._values and model.exists() else ""
 
     def begin(self, state: TrainingState, data: Data, global_batch_size: int) -> None:
         """Write config and manifest, and open the metrics, cut at the resumed step."""

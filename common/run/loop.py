@@ -169,15 +169,11 @@ class Loop:
         self._metrics |= {f"val_{name}": mean for name, mean in result.means.items()}
         run.metrics(state.step, state.epoch, **self._metrics)
         found = ", ".join(f"{name} {value:.4f}" for name, value in self._metrics.items())
-        log.info(f"epoch {state.epoch + 1}/{self.options.epochs}: {found}")
-        best_by = self._best_metric()
-        weights = state_dict() if best_by or run.options.epoch_weights else {}
-        if best_by:
-            state.best = {
-                "file": "best.pt",
-                "epochs": state.epoch + 1,
-                best_by: self._metrics[best_by],
-            }
+        epoch, by = state.epoch + 1, self._best_metric()
+        log.info(f"epoch {epoch}/{self.options.epochs}: {found}")
+        weights = state_dict() if by or run.options.epoch_weights else {}
+        if by:
+            state.best = {"file": "best.pt", "epochs": epoch, by: self._metrics[by]}
             if run.ranks.is_main:
                 kept = {k: v.detach().to("cpu", copy=True) for k, v in weights.items()}
                 save_weights(kept, run.folder / "best.pt")

@@ -140,6 +140,8 @@ class TrainingState:
         for name in _POSITION:
             setattr(self, name, found.get(name, ""))
         self.saved_step, self.best = self.step, found.get("best")
+        if self.best and rank:
+            del self.best["weights"]
         losses = torch.cat([entry["loss_sum"] for entry in found["ranks"]])
         self.loss_sum = losses.chunk(world_size)[rank].to(self.loss_sum.device)
         if found["world_size"] == world_size:

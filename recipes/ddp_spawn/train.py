@@ -26,6 +26,7 @@ import torch
 from torch.multiprocessing.spawn import start_processes
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 
 from common import cli
 from common.data.datasets import DataOptions, load_data
@@ -52,7 +53,7 @@ from common.training.ddp import (
 )
 from common.training.evaluate import evaluate
 from common.training.models import ModelOptions, prepare_model, set_train_mode
-from common.training.optimizer import OptimizerOptions, clip_gradients, make_optimizer, set_lr
+from common.training.optimizer import OptimizerOptions, make_optimizer, set_lr
 from common.training.virtual_ranks import seed_shards, use_virtual_ranks
 
 NAME = "ddp_spawn"
@@ -134,7 +135,9 @@ def train(config: Config, ranks: Ranks) -> None:
                     with autocast:
                         losses.append(cross_entropy(ddp(part), truth, reduction="none"))
                     scaler.scale(losses[-1].sum() / len(labels)).backward()
-                clip_gradients(optimizer, options, scaler)
+                if options.clip_grad_norm:
+                    scaler.unscale_(optimizer)  # the norm is that of the true gradients
+                    clip_grad_norm_(model.parameters(), options.clip_grad_norm)
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad(set_to_none=True)

@@ -30,6 +30,7 @@ if not __package__:  # started as a file: the repository is not on the path yet
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
 
 from common import cli
 from common.data.datasets import DataOptions, load_data
@@ -49,7 +50,7 @@ from common.terminal import log, set_up_logs
 from common.training.ddp import warm_up
 from common.training.evaluate import evaluate
 from common.training.models import ModelOptions, build_model, prepare_model, set_train_mode
-from common.training.optimizer import OptimizerOptions, clip_gradients, make_optimizer, set_lr
+from common.training.optimizer import OptimizerOptions, make_optimizer, set_lr
 from recipes.dp_resnet50.report import Utilization, show_gpus, show_inference
 
 NAME = "dp_resnet50"
@@ -166,7 +167,9 @@ def train(config: Config, ranks: Ranks) -> None:
                 with autocast:
                     loss = cross_entropy(parallel(images), labels)
                 scaler.scale(loss).backward()
-                clip_gradients(optimizer, options, scaler)
+                if options.clip_grad_norm:
+                    scaler.unscale_(optimizer)  # the norm is that of the true gradients
+                    clip_grad_norm_(model.parameters(), options.clip_grad_norm)
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad(set_to_none=True)
