@@ -24,6 +24,7 @@ from common.files import (
     weights_sha256,
     write_json,
 )
+from common.git import changes
 from common.group.collectives import agreed, broadcast
 from common.launch.ranks import Ranks
 from common.run.manifest import describe_run
@@ -41,7 +42,7 @@ log = logging.getLogger("recipes")
 
 _FILES = {
     *("config.json", "manifest.json", "metrics.jsonl", "summary.json", "class_indices.json"),
-    *("model.pt", "best.pt", "snapshots", "weights", "tensorboard", "logs"),
+    *("changes.diff", "model.pt", "best.pt", "snapshots", "weights", "tensorboard", "logs"),
 }
 """What a run writes into its folder, besides .lock."""
 
@@ -178,6 +179,11 @@ class Run:
         except InputError:
             log.warning(f"{record} was damaged: it is written again, without earlier starts")
         write_json(record, _continued(manifest, then, step))
+        diff, kept = changes() if manifest["changed_files"] else "", self.folder / "changes.diff"
+        if step and kept.exists() and kept.read_text(encoding="utf-8") != diff:
+            kept.rename(self.folder / f"changes_until_step_{step}.diff")
+        if diff:
+            kept.write_text(diff, encoding="utf-8")
 
     def metrics(self, step: int, epoch: int, **values: float) -> None:
         """Add a line to metrics.jsonl and the scalars to TensorBoard, on rank 0."""

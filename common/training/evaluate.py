@@ -14,8 +14,7 @@ from common.group.collectives import gather
 from common.launch.ranks import Ranks
 from common.terminal import progress_bar
 
-Scores = Mapping[str, Tensor]
-"""Metrics by name: one number (samples,) for each sample of a batch."""
+Scores = Mapping[str, Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Evaluation:
         return round(self.means["accuracy"] * self.total)
 
 
-def score_classes(model: nn.Module, batch: Any) -> Scores | None:
+def score_classes(model: nn.Module, batch: Any) -> Scores:
     """Of a batch (inputs, labels): cross-entropy, and whether the likeliest class is right.
 
     With more than five classes, also whether the right class is one of the five likeliest.
@@ -56,7 +55,7 @@ def evaluate(
     batches: Iterable[Any],
     total: int,
     group: dist.ProcessGroup | None = None,
-    score: Callable[[nn.Module, Any], Scores | None] = score_classes,
+    score: Callable[[nn.Module, Any], Scores] = score_classes,
 ) -> Evaluation:
     """Evaluate `model` on the batches that `common.data.stream.fixed_batches` gave to each rank.
 
@@ -70,7 +69,8 @@ def evaluate(
         batches: this rank's.
         total: samples over all ranks, for a check.
         group: the ranks that share the batches. None: all ranks.
-        score: of (model, batch); None on a rank whose pipeline stage has no outputs.
+        score: gives for (model, batch) each metric by name: one number (samples,) for each sample.
+            None: this rank's pipeline stage has no outputs.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"evaluate needs an nn.Module to switch to eval mode, got {model!r}")
@@ -86,6 +86,8 @@ def evaluate(
         if scores := score(model, batch):
             names = list(scores)
             by_metric = torch.stack([values.double() for values in scores.values()])
+            if by_metric.dim() != 2:
+                raise ValueError(f"score must give one number for each sample, got {scores}")
             seen += by_metric.shape[1]
             sums.append(by_metric.sum(1))
         bar.update()

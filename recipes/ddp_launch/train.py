@@ -24,7 +24,6 @@ if not __package__:  # started as a file: the repository is not on the path yet
 import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
 
 from common import cli
 from common.data.datasets import DataOptions, load_data
@@ -116,24 +115,24 @@ def train(config: Config, ranks: Ranks) -> None:
             return
         set_train_mode(model)
         # A resumed run must add gradients in the same order as an uninterrupted run.
-        image, _ = data.train[(0, 0)]
-        warm_up(ddp, loader.prepare(image), micro_batch_size, autocast)
+        inputs, _ = data.train[(0, 0)]
+        warm_up(ddp, loader.prepare(inputs), micro_batch_size, autocast)
 
         # loop
         for epoch in loop.epochs():
             batches.set_epoch(epoch, loop.state.batch, loop.steps_left)
-            for images, labels in loader:
+            for batch in loader:
                 set_lr(optimizer, loop.lr)
                 if parallel.virtual_ranks:
                     seed_shards(ddp, seed, loop.state.step)
                 losses = []
-                for part, truth in micro_batches(ddp, (images, labels), parallel.accumulate):
+                for images, labels in micro_batches(ddp, batch, parallel.accumulate):
                     with autocast:
-                        losses.append(cross_entropy(ddp(part), truth, reduction="none"))
-                    scaler.scale(losses[-1].sum() / len(labels)).backward()
+                        losses.append(cross_entropy(ddp(images), labels, reduction="none"))
+                    scaler.scale(losses[-1].sum() / batches.batch_size_per_rank).backward()
                 if options.clip_grad_norm:
                     scaler.unscale_(optimizer)  # the norm is that of the true gradients
-                    clip_grad_norm_(model.parameters(), options.clip_grad_norm)
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_grad_norm)
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad(set_to_none=True)

@@ -30,7 +30,6 @@ if not __package__:  # started as a file: the repository is not on the path yet
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.utils import clip_grad_norm_
 
 from common import cli
 from common.data.datasets import DataOptions, load_data
@@ -169,7 +168,7 @@ def train(config: Config, ranks: Ranks) -> None:
                 scaler.scale(loss).backward()
                 if options.clip_grad_norm:
                     scaler.unscale_(optimizer)  # the norm is that of the true gradients
-                    clip_grad_norm_(model.parameters(), options.clip_grad_norm)
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_grad_norm)
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad(set_to_none=True)

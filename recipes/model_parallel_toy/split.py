@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.data.datasets import Arrays, ArraySamples, Data
+from common.data.datasets import ArraySamples, Data
 from common.errors import InputError
 from common.group.collectives import gather_to_rank_0
 from common.options import free
@@ -98,9 +98,9 @@ def generated_points(seed: int) -> Data:
     """2,000 normally distributed points (10,); the class is the largest of 5 projections."""
     generator = torch.Generator().manual_seed(0)
     points = torch.randn(2000, 10, generator=generator)
-    source = Arrays(points, (points @ torch.randn(10, 5, generator=generator)).argmax(1))
+    source = [points, (points @ torch.randn(10, 5, generator=generator)).argmax(1)]
     train, val = (ArraySamples(source, part, seed) for part in (range(1600), range(1600, 2000)))
-    return Data(train, val, source.digest(), [str(n) for n in range(5)], 10, 1)
+    return Data(train, val, train.digest(), [str(n) for n in range(5)], 10, 1)
 
 
 def cut(model: Any, stages: int, sample: Tensor) -> list[nn.Sequential]:
