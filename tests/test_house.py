@@ -37,7 +37,7 @@ ROOMS: dict[str, set[str]] = {
     "group": {"errors", "stack", "launch"},
     "throughput": {"group"},
     "data": {"errors", "files", "seeds", "options", "launch", "group"},
-    "training": {"errors", "seeds", "options", "group"},
+    "training": {"errors", "seeds", "options", "terminal", "group"},
     "run": {
         "errors",
         "files",

@@ -134,10 +134,8 @@ class Run:
                     summary = {}
         summary = broadcast(summary)
         if summary:
-            log.info(
-                f"already finished after step {summary['steps']}: {self.folder} is unchanged"
-                f"{self._to_train_further()}"
-            )
+            done = f"already finished after step {summary['steps']}: {self.folder} is unchanged"
+            log.info(done + self._to_train_further())
             self._show(summary)
         return bool(summary)
 
