@@ -38,7 +38,7 @@ ROOMS: dict[str, set[str]] = {
     "group": {"errors", "driver", "stack", "launch"},
     "throughput": {"group"},
     "data": {"errors", "files", "seeds", "options", "launch", "group"},
-    "training": {"errors", "seeds", "options", "launch", "terminal", "group"},
+    "training": {"errors", "seeds", "options", "terminal", "group"},
     "run": {
         "errors",
         "files",

@@ -140,18 +140,15 @@ class Run:
                     summary = {}
         summary = broadcast(summary)
         if summary:
-            log.info(
-                f"already finished after step {summary['steps']}: {self.folder} is unchanged"
-                f"{self._to_train_further()}"
-            )
+            done = f"already finished after step {summary['steps']}: {self.folder} is unchanged"
+            log.info(done + self._to_train_further())
             show_table({**summary, "output_dir": str(self.folder)})
         return bool(summary)
 
     def _to_train_further(self) -> str:
         model = self.folder / "model.pt"
-        if "weights" not in self._values or not model.exists():
-            return ""
-        return f"; to train its model further, give --weights {model} and another --output-dir"
+        how = f"; to train its model further, give --weights {model} and another --output-dir"
+        return how if "weights" in self._values and model.exists() else ""
 
     def begin(self, state: TrainingState, data: Data, global_batch_size: int) -> None:
         """Write config and manifest, and open the metrics, cut at the resumed step."""

@@ -34,8 +34,8 @@ class RunOptions:
     """Keep the weights after each epoch, in weights/."""
     best_by: str | None = free(None)
     """Metric that chooses the epoch whose weights are kept in best.pt, or none for no such file.
-    The lowest loss is the best, and the highest value of any other metric.
-    None: val_accuracy, or val_loss in a recipe without accuracy."""
+    The lowest loss is the best, and the highest value of any other metric. After a change, only
+    later epochs count. None: val_accuracy, or val_loss in a recipe without accuracy."""
     seed: int = 0
     """Seed of the weights, the data order, the augmentation and the split."""
     device: Literal["auto", "cpu", "cuda"] = free("auto")

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from common.errors import TrainingError
 from common.group.collectives import gather
-from common.launch.ranks import Ranks
 from common.terminal import progress_bar
 
 Scores = Mapping[str, Tensor] | None
@@ -79,9 +79,8 @@ def evaluate(
     trained = [module for module in model.modules() if module.training]
     model.eval()
     names, seen, sums = [], 0, []
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    ranks, own = Ranks(rank, rank, world_size, world_size), length_hint(batches) or None
-    bar = progress_bar(own, 0, ranks, "batch", "evaluation", keep=False)
+    own, main = length_hint(batches) or None, dist.get_rank() == 0
+    bar = progress_bar(own, main=main, unit="batch", desc="evaluation", keep=False)
     for batch in batches:
         if scores := score(model, batch):
             names = list(scores)
@@ -101,3 +100,28 @@ def evaluate(
     columns = zip(*(row for _, _, rows in found for row in rows), strict=True)
     names = max(names for names, _, _ in found)  # a rank without batches has none
     return Evaluation({n: math.fsum(c) / total for n, c in zip(names, columns, strict=True)}, total)
+
+
+def best_metric(
+    by: str | None, found: Mapping[str, float], best: Mapping[str, Any] | None
+) -> str | None:
+    """The metric by which an epoch is the best so far; None if it is not.
+
+    Args:
+        by: a name in `found`; "none" for no best epoch. None: val_accuracy, else val_loss.
+        found: metrics of the epoch. Of losses the lowest is the best, else the highest value.
+        best: holds the same metric of the best epoch before.
+    """
+    by = by or ("val_accuracy" if "val_accuracy" in found else "val_loss")
+    if by == "none":
+        return None
+    if by not in found:
+        known = ", ".join(found)
+        raise TrainingError(
+            f"--best-by {by} is no metric of this run: give {known}, or none, and the same "
+            "--output-dir"
+        )
+    if not best or by not in best:
+        return by
+    sign = -1 if by.endswith("loss") else 1
+    return by if sign * found[by] > sign * best[by] else None

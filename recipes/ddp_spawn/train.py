@@ -52,7 +52,7 @@ from common.training.ddp import (
 )
 from common.training.evaluate import evaluate
 from common.training.models import ModelOptions, prepare_model, set_train_mode
-from common.training.optimizer import OptimizerOptions, clip_gradients, make_optimizer, set_lr
+from common.training.optimizer import OptimizerOptions, make_optimizer, set_lr
 from common.training.virtual_ranks import seed_shards, use_virtual_ranks
 
 NAME = "ddp_spawn"
@@ -134,7 +134,9 @@ def train(config: Config, ranks: Ranks) -> None:
                     with autocast:
                         losses.append(cross_entropy(ddp(images), labels, reduction="none"))
                     scaler.scale(losses[-1].sum() / batches.batch_size_per_rank).backward()
-                clip_gradients(optimizer, options, scaler)
+                if options.clip_grad_norm:
+                    scaler.unscale_(optimizer)  # the norm is that of the true gradients
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_grad_norm)
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad(set_to_none=True)

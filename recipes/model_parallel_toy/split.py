@@ -5,8 +5,10 @@ from itertools import combinations, pairwise
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.data.datasets import ArraySamples, Data
@@ -180,6 +182,20 @@ class Split(nn.Module):
     def warm_up(self, sample: Tensor, batch_size: int) -> None:
         """Find a batch that the model cannot train on (see `common.training.ddp.warm_up`)."""
         warm_up(self, sample, batch_size)
+
+
+def clip_gradients(model: nn.Module, largest: float, stages: dist.ProcessGroup | None) -> None:
+    """Scale gradients down so that the whole model's norm is at most `largest`.
+
+    `stages` are the ranks that hold the stages of one model; None: this rank holds all of them.
+    """
+    own = [p for p in model.parameters() if p.grad is not None]
+    norm = get_total_norm([p.grad for p in own if p.grad is not None])
+    if stages is not None:
+        square = norm.double().square()
+        dist.all_reduce(square, group=stages)
+        norm = square.sqrt()
+    clip_grads_with_norm_(own, largest, norm)
 
 
 class StageState:
