@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -32,8 +32,7 @@ from recipes.dp_scratch.lenet import initialize
 from recipes.model_parallel_toy import train as parallel
 from recipes.model_parallel_toy.pipeline import Pipeline
 from recipes.model_parallel_toy.split import ParallelOptions, Split, cut
-from recipes.tune_loader import train as tune_loader
-from recipes.tune_loader.streams import make_stream_loader
+from recipes.tune_loader.streams import make_item_loader, make_stream_loader
 from tests.conftest import ROOT, Recipe
 from tests.pool import Pool, call_main, in_group
 from tests.test_bad_input import assert_refused
@@ -499,21 +498,21 @@ def test_what_is_measured_is_loading_and_not_what_was_loaded_before() -> None:
     samples = Slow([(torch.zeros(1), 0)], [0] * 200, torch.Tensor.clone, 0)
     epoch = [[(0, index) for index in range(start, start + 10)] for start in range(0, 200, 10)]
     for workers, ideal in ((0, 500), (2, 1000)):
-        for make in (make_loader, make_stream_loader):
+        for make in (make_loader, make_stream_loader, make_item_loader):
             speed = samples_per_s(partial(make, samples, epoch, num_workers=workers), CPU)
             assert 0 < speed <= ideal
 
 
-@pytest.mark.parametrize("style", ["map", "stream"])
-def test_tune_loader_measures_either_style(style: Literal["map", "stream"]) -> None:
-    tune = tune_loader.TuneOptions(
-        global_batch_size=32, samples=64, style=style, max_workers=1, rounds=2, device="cpu"
-    )
-    config = tune_loader.Config(tune=tune)
-    found, _ = in_group(Ranks(), lambda _: tune_loader.measure_settings(config, CPU))
+@pytest.mark.parametrize("style", ["map", "stream", "items"])
+def test_tune_loader_measures_every_style(pool: Pool, tmp_path: Path, style: str) -> None:
+    options = "--global-batch-size 32 --samples 64 --max-workers 1 --rounds 2 --device cpu --style"
+    arguments = [*options.split(), style, "--output-dir", str(tmp_path)]
+    ((status, _, said),) = pool.run(call_main, 1, "tune_loader", arguments)
+    assert status == 0, said
+    found = json.loads((tmp_path / "loader.json").read_text())
     assert (found["style"], found["samples"], found["pin_memory"]) == (style, 64, False)
     speeds = found["samples_per_s"]["pageable"]
-    assert {number: len(rounds) for number, rounds in speeds.items()} == {0: 2, 1: 2}
+    assert {number: len(rounds) for number, rounds in speeds.items()} == {"0": 2, "1": 2}
     assert all(speed > 0 for rounds in speeds.values() for speed in rounds)
 
 
