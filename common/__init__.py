@@ -11,6 +11,7 @@ One room per question; imports point down this list only (tests/test_house.py):
     launch/             who am I; start, end and explain ranks
     machine, stack      what is recorded of this machine; versions of CUDA, NCCL and the driver
     files, options      files and folders; options that change no number
+    downloads           public data and weights that --download gets
     figure, seeds       figures; randomness, determinism and precision
     errors              the ways in which a run ends
 

@@ -27,6 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "files": {"errors"},
     "seeds": set(),
+    "downloads": {"errors"},
     "figure": set(),
     "options": set(),
     "stack": {"errors"},
@@ -35,8 +36,8 @@ ROOMS: dict[str, set[str]] = {
     "terminal": {"launch"},
     "group": {"errors", "stack", "launch"},
     "throughput": {"group"},
-    "data": {"errors", "files", "seeds", "options", "launch", "group"},
-    "training": {"errors", "seeds", "options", "group"},
+    "data": {"errors", "downloads", "files", "seeds", "options", "launch", "group"},
+    "training": {"errors", "downloads", "seeds", "options", "group"},
     "run": {
         "errors",
         "files",

@@ -5,22 +5,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, cross_entropy
+
 from common.figure import save_figure
 from common.files import write_json
 from common.launch.ranks import Ranks
 from common.seeds import seed_everything
 from common.terminal import log, progress_bar
 from common.training.evaluate import evaluate
+from recipes.dp_scratch.lenet import initialize, lenet
 
 LESSON_EPOCHS = 6
 
 
 def show_lesson(
-    start: Callable[[], Any],
+    start: Callable[[dict[str, Tensor]], Any],
     train_step: Callable[..., Any],
     load: Callable[[int], Any],
     total: int,
     seed: int,
+    dtype: torch.dtype,
     ranks: Ranks,
     folder: Path,
 ) -> None:
@@ -30,11 +36,12 @@ def show_lesson(
     learning rate makes up for that, but only up to a point.
 
     Args:
-        start: draws the initial parameters, on one device.
+        start: puts initial parameters on one device.
         train_step: trains (parameters, images, labels, learning rate) by one step.
         load: batch size to (batches, training loader, validation loader).
         total: validation samples.
         seed: of the initial parameters.
+        dtype: of the parameters.
         ranks: this process's.
         folder: of the run.
     """
@@ -45,7 +52,7 @@ def show_lesson(
     for rule, scale in zip(found, (0, 1), strict=True):
         for size in (32, 128, 512):
             seed_everything(seed)
-            replicas = start()
+            replicas = start(initialize(dtype))
             lr = 0.1 * (size / 32) ** scale
             batches, loader, val_loader = load(size)
             accuracies = found[rule][size] = []
@@ -63,6 +70,48 @@ def show_lesson(
     for rule, curves in found.items():
         ends = ", ".join(f"batch {size} {curve[-1]:.3f}" for size, curve in curves.items())
         log.info(f"  {rule}: {ends}")
+    seed_everything(seed)
+    show_diversity(start(initialize(dtype)).copies[0], load, folder)
+
+
+def show_diversity(parameters: dict[str, Tensor], load: Callable[[int], Any], folder: Path) -> None:
+    """Compare gradients of batches of different samples with those of one sample copied.
+
+    A gradient that points where the gradient of all samples points is a good step. More different
+    samples bring it nearer. More copies of one sample bring nothing, whatever the batch size.
+
+    Args:
+        parameters: of the LeNet, before training.
+        load: see `show_lesson`.
+        folder: of the run; gets diversity.json.
+    """
+
+    def gradient(images: Tensor, labels: Tensor) -> Tensor:
+        cross_entropy(lenet(parameters, images), labels).backward()
+        parts = [value.grad.flatten() for value in parameters.values() if value.grad is not None]
+        for value in parameters.values():
+            value.grad = None
+        return torch.cat(parts)
+
+    most = min(load(1)[0].samples, 1024)  # bounds the memory
+    images, labels = next(iter(load(most)[1]))
+    whole = gradient(images, labels)
+    found: dict[str, dict[int, float]] = {"different samples": {}, "one sample copied": {}}
+    for size in (1, 8, 64):
+        for kind, cosines in found.items():
+            total = 0.0
+            for n in range(8):
+                copied = kind == "one sample copied"
+                chosen = [n] * size if copied else [(n * size + i) % most for i in range(size)]
+                total += float(
+                    cosine_similarity(gradient(images[chosen], labels[chosen]), whole, 0)
+                )
+            cosines[size] = total / 8
+    write_json(folder / "diversity.json", found)
+    log.info(f"cosine between the gradients of a batch and of {most} samples, mean of 8 batches:")
+    for kind, cosines in found.items():
+        ends = ", ".join(f"batch {size} {cosine:.2f}" for size, cosine in cosines.items())
+        log.info(f"  {kind}: {ends}")
 
 
 def plot_lesson(found: dict[str, dict[int, list[float]]], *panels: Any) -> None:
