@@ -23,7 +23,6 @@ from torchvision.models import ResNet34_Weights
 
 from common import cli, downloads
 from common.data.stream import GlobalBatches, fixed_batches, loader_options
-from common.errors import InputError
 from common.group.devices import choose_device
 from common.launch.ranks import Ranks, resolve
 from common.training.evaluate import evaluate
@@ -340,14 +339,3 @@ def test_the_lessons_commands_on_one_and_two_gpus_work(
         assert status == 0, said
     result = recipe.module("dp_resnet50", *shlex.split(commands[1]), "--check")
     assert (result.status, result.errors) == (0, [])
-
-
-def test_a_batch_larger_than_the_small_file_is_refused(pool: Pool, tmp_path: Path) -> None:
-    small_fashion_mnist(tmp_path)
-    options = ["--data", "fashion_mnist", "--data-path", str(tmp_path)]
-    ((status, _, said),) = pool.run(
-        call_main, 1, "dp_resnet50", [*options, "--global-batch-size", "256"]
-    )
-    assert status == 2
-    assert InputError.__name__ not in said
-    assert "more than the 20 samples" in said
