@@ -171,7 +171,7 @@ FREE = {
     *("output_dir", "resume", "snapshot_every", "keep_snapshots", "log_every", "epoch_weights"),
     *("device", "backend", "timeout_s", "max_steps", "global_batch_size", "batch_size_per_rank"),
     *("data_path", "download", "verify_images", "num_workers", "pin_memory"),
-    *("lesson", "timeline", "memory_budget"),
+    *("lesson", "show", "timeline", "memory_budget"),
 }
 """Options that may change on resume. The identity holds the data's fingerprint and the whole batch
 size instead."""

@@ -96,21 +96,20 @@ def show_diversity(parameters: dict[str, Tensor], load: Callable[[int], Any], fo
     most = min(load(1)[0].samples, 1024)  # bounds the memory
     images, labels = next(iter(load(most)[1]))
     whole = gradient(images, labels)
+
+    def cosine(batches: list[list[int]]) -> float:
+        gradients = [gradient(images[batch], labels[batch]) for batch in batches]
+        return sum(float(cosine_similarity(own, whole, 0)) for own in gradients) / len(gradients)
+
     found: dict[str, dict[int, float]] = {"different samples": {}, "one sample copied": {}}
     for size in (1, 8, 64):
-        for kind, cosines in found.items():
-            total = 0.0
-            for n in range(8):
-                copied = kind == "one sample copied"
-                chosen = [n] * size if copied else [(n * size + i) % most for i in range(size)]
-                total += float(
-                    cosine_similarity(gradient(images[chosen], labels[chosen]), whole, 0)
-                )
-            cosines[size] = total / 8
+        different = [[(n * size + i) % most for i in range(size)] for n in range(8)]
+        found["different samples"][size] = cosine(different)
+        found["one sample copied"][size] = cosine([[n] * size for n in range(8)])
     write_json(folder / "diversity.json", found)
     log.info(f"cosine between the gradients of a batch and of {most} samples, mean of 8 batches:")
     for kind, cosines in found.items():
-        ends = ", ".join(f"batch {size} {cosine:.2f}" for size, cosine in cosines.items())
+        ends = ", ".join(f"batch {size} {mean:.2f}" for size, mean in cosines.items())
         log.info(f"  {kind}: {ends}")
 
 
