@@ -15,7 +15,7 @@ LAUNCHED = {
     "ranks": "one process per device, started by this command, torchrun, srun or mpirun",
     "spawn": "one process per device, started by the recipe itself, torchrun, srun or mpirun",
     "one": "one process that drives its devices itself",
-    "stages": "one process, or one process per stage: --schedule decides",
+    "stages": "one process per copy of the model, or one per stage: --schedule decides",
 }
 """The values of LAUNCHED in recipes/NAME/__init__.py, and their meanings."""
 

@@ -27,6 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "files": {"errors"},
     "seeds": set(),
+    "downloads": {"errors"},
     "figure": set(),
     "options": set(),
     "driver": set(),
@@ -37,8 +38,8 @@ ROOMS: dict[str, set[str]] = {
     "terminal": {"files", "launch"},
     "group": {"errors", "driver", "stack", "launch"},
     "throughput": {"group"},
-    "data": {"errors", "files", "seeds", "options", "launch", "group"},
-    "training": {"errors", "seeds", "options", "terminal", "group"},
+    "data": {"errors", "downloads", "files", "seeds", "options", "launch", "group"},
+    "training": {"errors", "downloads", "seeds", "options", "terminal", "group"},
     "run": {
         "errors",
         "files",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from common.data import image_folder
 from common.data.stream import Key, Samples
+from common.downloads import download_flower_photos, downloading
 from common.errors import InputError
 from common.group.collectives import agreed
 from common.launch.ranks import Ranks
@@ -60,7 +61,8 @@ class DataOptions(LoaderOptions):
     """Folder of the data.
     imagefolder: one sub-folder per class, or train/ and val/ with such sub-folders."""
     download: bool = free(False)
-    """Let rank 0 download fashion_mnist or cifar10 into --data-path."""
+    """Let rank 0 download what is missing: fashion_mnist or cifar10 into --data-path;
+    the flower photos, if --data-path ends in flower_photos; torchvision's file of --weights."""
     verify_images: bool = free(True)
     """imagefolder: decode every image first, to find a bad one early.
     The result is kept in ~/.cache/torch-recipes until a file changes."""
@@ -126,13 +128,9 @@ def load_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
         return image_folder_data(options, seed, ranks)
     with agreed():
         if ranks.is_main and options.download and options.data in _TORCHVISION:
-            try:
+            with downloading(options.data, options.data_path):
                 for train in (True, False):
                     _torchvision_part(options, train=train, download=True)
-            except (OSError, RuntimeError) as error:
-                raise InputError(
-                    f"cannot download {options.data} into {options.data_path}: {error}"
-                ) from error
     make = {"digits": digits_data, "fake": fake_data}.get(options.data, torchvision_data)
     with agreed():
         return make(options, seed)
@@ -258,6 +256,9 @@ def _torchvision_part(options: DataOptions, **more: Any) -> Any:
 def image_folder_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
     """The images in `--data-path`, one sub-folder per class; verified. Calls collectives."""
     assert options.data_path is not None
+    with agreed():
+        if ranks.is_main:
+            download_flower_photos(options.data_path, wanted=options.download)
     with agreed():
         names, files, train, val = image_folder.list_images(options.data_path, seed)
         fingerprint, copy = image_folder.fingerprints(options.data_path, files)

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from common.downloads import download_weights
 from common.errors import InputError
 from common.group.collectives import agreed
 
@@ -38,7 +40,8 @@ class ModelOptions:
     dropout: float = 0.0
     """Share of features dropped before convnet's last layer."""
     weights: Path | None = None
-    """File with the initial state_dict; entries whose shape differs are named and skipped."""
+    """File with the initial state_dict; entries whose shape differs are named and skipped.
+    --download gets a missing file of torchvision, such as resnet34-b627a593.pth."""
     freeze_layers: bool = False
     """Train the last layer only."""
     channels_last: bool = False
@@ -120,8 +123,17 @@ def build_model(options: ModelOptions, channels: int, classes: int, side: int = 
     return model
 
 
-def prepare_model(options: ModelOptions, channels: int, classes: int, side: int) -> nn.Module:
-    """Build the model, load its weights and freeze its layers; an error reaches every rank."""
+def prepare_model(
+    options: ModelOptions, channels: int, classes: int, side: int, *, download: bool = False
+) -> nn.Module:
+    """Build the model, load its weights and freeze its layers; an error reaches every rank.
+
+    With `download`, rank 0 first gets a weights file of torchvision that is missing.
+    """
+    if options.weights:
+        with agreed():
+            if dist.get_rank() == 0:
+                download_weights(options.model, options.weights, wanted=download)
     with agreed():
         model = build_model(options, channels, classes, side)
         if options.weights:

@@ -135,7 +135,7 @@ def train(config: Config, ranks: Ranks) -> None:
         run.resolve(num_workers=loader.num_workers, **config.model.resolved(data.side))
 
         # model
-        model = prepare_model(config.model, *data.shape)
+        model = prepare_model(config.model, *data.shape, download=config.data.download)
         model.to(device, dtype)
 
         # parallelise
