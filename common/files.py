@@ -127,7 +127,7 @@ def new_folder(parent: Path) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise InputError(f"{parent} cannot be written: {error}; give --output-dir") from error
+            raise unwritable(parent, error) from error
         return parent / f"{stamp}{suffix}"
     raise InputError(f"{parent} holds 99 runs of {stamp}: give --output-dir")
 
@@ -150,5 +150,35 @@ def result_folder(given: Path | None, recipe: str, kind: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise InputError(f"--output-dir {folder} cannot be written: {error}") from error
+        raise unwritable(folder, error) from error
     return folder
+
+
+def unwritable(folder: Path, error: OSError) -> InputError:
+    """What to say about an --output-dir, or the default one, that cannot be written."""
+    fix = "choose an --output-dir that you may write"
+    if "RECIPES_STACK" in os.environ:
+        fix = (
+            f"in this container you are user {os.getuid()}: mount a folder that this user may "
+            "write (--volume DIR:/workspace/runs), or be the folder's owner (--user UID:GID)"
+        )
+    return InputError(f"--output-dir {folder} cannot be written: {error.strerror}: {fix}")
+
+
+def refuse_closed(option: str, path: Path) -> None:
+    """Refuse a file or folder that this user may not read. A missing one is not refused.
+
+    Raises:
+        InputError: with the owner of the place that is closed: `path`, or a folder above it.
+    """
+    real = path.resolve()
+    for place in (*reversed(real.parents), real):
+        needed = (os.X_OK if place.is_dir() else 0) | (os.R_OK if place == real else 0)
+        if place.exists() and not os.access(place, needed):
+            owner, groups = place.stat(), {os.getgid(), *os.getgroups()}
+            raise InputError(
+                f"{option} {path} cannot be read: {place} belongs to user {owner.st_uid}, group "
+                f"{owner.st_gid}, and you are user {os.getuid()}, group "
+                f"{', '.join(map(str, sorted(groups)))}: allow reading, or in a container give "
+                f"--group-add {owner.st_gid}"
+            )

@@ -36,7 +36,7 @@ ROOMS: dict[str, set[str]] = {
     "group": {"errors", "stack", "launch"},
     "throughput": {"group"},
     "data": {"errors", "files", "seeds", "options", "launch", "group"},
-    "training": {"errors", "seeds", "options", "group"},
+    "training": {"errors", "files", "seeds", "options", "group"},
     "run": {
         "errors",
         "files",

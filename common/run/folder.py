@@ -21,6 +21,7 @@ from common.files import (
     new_folder,
     read_json,
     save_weights,
+    unwritable,
     weights_sha256,
     write_json,
 )
@@ -79,9 +80,7 @@ class Run:
                 (self.folder / "logs").mkdir(parents=True, exist_ok=True)
                 file = logging.FileHandler(self.folder / "logs" / f"rank_{ranks.rank}.log")
             except OSError as error:
-                raise InputError(
-                    f"--output-dir {self.folder} cannot be written: {error}"
-                ) from error
+                raise unwritable(self.folder, error) from error
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(file)
         self._metrics: Any = None
@@ -242,7 +241,7 @@ def _own(folder: Path) -> IO[str]:
             )
         return lock(folder)
     except OSError as error:
-        raise InputError(f"--output-dir {folder} cannot be written: {error}") from error
+        raise unwritable(folder, error) from error
 
 
 def _continued(now: dict[str, Any], then: dict[str, Any], step: int) -> dict[str, Any]:

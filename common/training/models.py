@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import InputError
+from common.files import refuse_closed
 from common.group.collectives import agreed
 
 log = logging.getLogger("recipes")
@@ -143,6 +144,7 @@ def load_matching(model: nn.Module, path: Path) -> tuple[list[str], list[str]]:
     Raises:
         InputError: no such file, not a weights file, or no entry fits.
     """
+    refuse_closed("--weights", path)
     if not path.is_file():
         raise InputError(f"--weights {path} is not a file")
     try:
