@@ -22,12 +22,10 @@ def describe_machine() -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     smi = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     drivers = _output(*smi) if cuda else None
-    built_from = os.environ.get("RECIPES_COMMIT", "")  # in an image: sha, or sha-dirty
-    sha = commit.decode().strip() if commit else built_from.removesuffix("-dirty") or None
-    dirty = bool(diff) if commit else built_from.endswith("-dirty")
+    sha, dirty = (commit.decode().strip(), bool(diff)) if commit else _image_commit()
     return {
         "git_commit": sha,
-        "git_dirty": dirty if sha else None,
+        "git_dirty": dirty,
         "git_diff_sha256": hashlib.sha256(diff).hexdigest() if diff else None,
         "lock_sha256": hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else None,
         "image_digest": os.environ.get("RECIPES_IMAGE_DIGEST"),
@@ -40,6 +38,30 @@ def describe_machine() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cpu_cores": len(os.sched_getaffinity(0)),
     }
+
+
+def code_sha256() -> str:
+    """SHA-256 over names and contents of the Python files that an image holds."""
+    digest = hashlib.sha256()
+    for folder in ("common", "recipes", "tools"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            digest.update(f"{content} {path.relative_to(ROOT)}\n".encode())
+    return digest.hexdigest()
+
+
+def _image_commit() -> tuple[str | None, bool | None]:
+    """The commit that an image was built from, and whether this code is not the commit's.
+
+    The image has its commit in RECIPES_COMMIT (with "-dirty" if files had changed), and the hash of
+    its code beside its lock. Code that was mounted or added since has another hash.
+    """
+    built_from = os.environ.get("RECIPES_COMMIT", "unknown")
+    if built_from == "unknown":
+        return None, None
+    record = Path(sys.prefix) / "code.sha256"
+    same = record.is_file() and record.read_text().strip() == code_sha256()
+    return built_from.removesuffix("-dirty"), built_from.endswith("-dirty") or not same
 
 
 def _output(*command: str) -> bytes | None:
