@@ -9,6 +9,7 @@ import os
 import socket
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -165,20 +166,35 @@ def unwritable(folder: Path, error: OSError) -> InputError:
     return InputError(f"--output-dir {folder} cannot be written: {error.strerror}: {fix}")
 
 
-def refuse_closed(option: str, path: Path) -> None:
-    """Refuse a file or folder that this user may not read. A missing one is not refused.
+def refuse_closed(option: str, *paths: Path) -> None:
+    """Refuse files and folders that this user may not read. A missing one is not refused.
 
     Raises:
-        InputError: with the owner of the place that is closed: `path`, or a folder above it.
+        InputError: with the owner of the place that is closed: a path, or a folder above it.
     """
-    real = path.resolve()
-    for place in (*reversed(real.parents), real):
-        needed = (os.X_OK if place.is_dir() else 0) | (os.R_OK if place == real else 0)
-        if place.exists() and not os.access(place, needed):
-            owner, groups = place.stat(), {os.getgid(), *os.getgroups()}
-            raise InputError(
-                f"{option} {path} cannot be read: {place} belongs to user {owner.st_uid}, group "
-                f"{owner.st_gid}, and you are user {os.getuid()}, group "
-                f"{', '.join(map(str, sorted(groups)))}: allow reading, or in a container give "
-                f"--group-add {owner.st_gid}"
-            )
+    for path in paths:
+        real = path.resolve()
+        for place in (*reversed(real.parents), real):
+            needed = (os.X_OK if place.is_dir() else 0) | (os.R_OK if place == real else 0)
+            if place.exists() and not os.access(place, needed):
+                owner = place.stat()
+                raise InputError(
+                    f"{option} {path} cannot be read: {place} belongs to user {owner.st_uid}, "
+                    f"group {owner.st_gid}, and you are user {os.getuid()}: allow reading, or in "
+                    f"a container give --group-add {owner.st_gid}"
+                )
+
+
+def files_below(option: str, folder: Path) -> Iterator[Path]:
+    """All files below a folder, without hidden folders.
+
+    A closed sub-folder is refused; Path.rglob would leave it out.
+    """
+
+    def refuse(error: OSError) -> None:
+        refuse_closed(option, Path(error.filename))
+        raise error
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(parent, name) for name in names)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies
 
-from common.data.image_folder import list_images, verify
+from common.data.image_folder import list_images
 from common.errors import InputError
 from common.training.models import ModelOptions, build_model, load_matching
 from tests.conftest import ROOT, Recipe, need_root
@@ -146,12 +146,13 @@ def test_what_may_not_be_read_is_named_with_its_group() -> None:
         torch.save({}, weights)
         nested = photos / "tulip" / "more"
         nested.mkdir()
+        (photos / "tulip" / ".hidden").mkdir(mode=0o700)
         shutil.copy(next((photos / "tulip").glob("*.*")), nested / "more.jpg")
         model = build_model(ModelOptions(), channels=1, classes=10)
 
         def images() -> None:
             _, files, _, _ = list_images(photos, seed=0)
-            verify([path for path, _ in files], show_progress=False)
+            assert len(files) == 21
 
         with as_user(12345):
             images()
@@ -160,7 +161,6 @@ def test_what_may_not_be_read_is_named_with_its_group() -> None:
             (photos, images),
             (photos / "tulip", images),
             (nested, images),
-            (nested / "more.jpg", images),
             (weights, lambda: load_matching(model, weights)),
             (root, lambda: load_matching(model, weights)),
         ):
@@ -172,7 +172,7 @@ def test_what_may_not_be_read_is_named_with_its_group() -> None:
             closed.chmod(mode)
             assert re.search(
                 rf"^--(data-path|weights) {root}/.*cannot be read: {closed} belongs to user 0, "
-                r"group 54321, and you are user 12345, .*give --group-add 54321$",
+                r"group 54321, and you are user 12345: .*give --group-add 54321$",
                 str(refused.value),
             )
 

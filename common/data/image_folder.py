@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common.errors import InputError, TrainingError
-from common.files import refuse_closed
+from common.files import files_below, refuse_closed
 from common.group.collectives import agreed, gather
 from common.launch.ranks import Ranks
 from common.seeds import mix
@@ -48,14 +48,13 @@ def list_images(
     Raises:
         InputError: no folder, no classes, an empty class, or too few images to validate on.
     """
-    refuse_closed("--data-path", root)
+    folders = [root / "train", root / "val"]
+    refuse_closed("--data-path", root, *folders)
     if not root.is_dir():
         raise InputError(f"--data-path {root} is not a folder")
-    folders = [root / "train", root / "val"]
     if not all(folder.is_dir() for folder in folders):
         folders = [root]
-    names = _class_names(folders[0])
-    if not names:
+    if not (names := _class_names(folders[0])):
         raise InputError(f"--data-path {folders[0]} has no sub-folders: make one per class")
     if {name.lower() for name in names} <= _SPLITS:
         raise InputError(
@@ -75,7 +74,6 @@ def list_images(
 
 
 def _class_names(folder: Path) -> list[str]:
-    refuse_closed("--data-path", folder)
     return sorted(p.name for p in folder.iterdir() if p.is_dir() and _is_data(p, folder))
 
 
@@ -90,8 +88,7 @@ def _list_classes(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
     for label, name in enumerate(names):
         found = sorted(
             path
-            for parent, _, files_here in os.walk(folder / name, onerror=_refuse)
-            for path in (Path(parent, file) for file in files_here)
+            for path in files_below("--data-path", folder / name)
             if path.suffix.lower() in SUFFIXES and _is_data(path, folder) and path.is_file()
         )
         if not found:
@@ -100,12 +97,6 @@ def _list_classes(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
             )
         files += [(path, label) for path in found]
     return files
-
-
-def _refuse(error: OSError) -> None:
-    """Of a folder that cannot be listed: else its images would be left out silently."""
-    refuse_closed("--data-path", Path(error.filename))
-    raise error
 
 
 def _split_by_class(files: list[tuple[Path, int]], seed: int) -> tuple[list[int], list[int]]:
@@ -208,9 +199,6 @@ def _image_fault(path: Path) -> str | None:
             # A JPEG is then decoded at this size, which is faster and still reads the whole file.
             image.draft("RGB", (max(1, image.width // 8), max(1, image.height // 8)))
             image.load()
-    except PermissionError:
-        refuse_closed("--data-path", path)
-        raise
     except Exception as error:  # Pillow's decoders raise many types
         return f"{path} cannot be decoded as an image ({error})"
     return None
