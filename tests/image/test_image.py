@@ -361,10 +361,11 @@ def test_plugins_of_nccl_and_a_profiler_may_be_preloaded(
     """Stand-ins: the names are those of AWS's plugin and of CUPTI, the code is empty."""
     names = ("libnccl-net-ofi.so", "libcupti.so.13")
     for name in names:
-        library(tmp_path, name, "")
+        library(tmp_path / "plugins", name, "")
     preload = ":".join(f"/plugins/{name}" for name in names)
-    docker = ("--volume", f"{tmp_path}:/plugins:ro", "--env", f"LD_PRELOAD={preload}")
-    run(engine, "ddp_launch", "--nproc", "1", "--check", docker=docker).assert_ok()
+    docker = ("--volume", f"{tmp_path}/plugins:/plugins:ro", "--env", f"LD_PRELOAD={preload}")
+    done = run(engine, "ddp_launch", "--nproc", "1", "--check", docker=docker).assert_ok()
+    assert "cannot be preloaded" not in done.stderr
 
 
 def test_a_stray_cuda_library_is_refused(engine: Engine, image: str) -> None:
