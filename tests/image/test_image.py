@@ -359,7 +359,7 @@ def test_plugins_of_nccl_and_a_profiler_may_be_preloaded(
     engine: Engine, image: str, tmp_path: Path
 ) -> None:
     """Stand-ins: the names are those of AWS's plugin and of CUPTI, the code is empty."""
-    names = ("libnccl-net-ofi.so", "libcupti.so.13")
+    names = ("libnccl-net-ofi.so", "libcupti.so.12")
     for name in names:
         library(tmp_path / "plugins", name, "")
     preload = ":".join(f"/plugins/{name}" for name in names)
