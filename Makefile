@@ -8,7 +8,7 @@
 #: AGAINST=DIR             a second finished run, to compare with RUN (reproduce)
 #: ROUNDS=N                rounds of killed and resumed runs (soak; default 50)
 #: STACK=cu130             versions of CUDA and torch, from docker/stacks.json (default cu132)
-#: TARGET=development      an image with the tests and a C compiler (image)
+#: TARGET=development      an image with the tests and a C compiler (image, image-run)
 #: IMAGE=NAME BUILD="..."  name of the image (image, image-run); more options of docker build (image)
 #: GPUS=device=0           docker's --gpus (image-run; default: all, if there are any)
 #: RUNS=DIR                folder on this machine that is mounted as runs/ (image-run; default runs)
@@ -40,9 +40,9 @@ LAUNCH = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) \
 	$(if $(MASTER_PORT),--master-port $(MASTER_PORT))
 
 .DEFAULT_GOAL := help
-.PHONY: run predict evaluate new reproduce doctor tensorboard diff-ddp check format test test-slow faults soak \
-	gpu-check bench bench-peers image image-run image-test image-repro slurm-check test-slurm \
-	venv lock audit clean help venv-dev venv-peers
+.PHONY: run predict evaluate new reproduce doctor tensorboard diff-ddp check format test test-slow \
+	faults soak gpu-check bench bench-peers image image-run image-test image-repro sbom slurm-check \
+	test-slurm venv lock audit clean help venv-dev venv-peers
 
 ## Run
 
@@ -84,7 +84,7 @@ check: $(INSTALLED_DEV) ## Check style, formatting and types
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
 	@$(PYTHON) -m mypy
-	@$$(command -v $(dir $(PYTHON))hadolint hadolint | head -n 1) docker/Dockerfile
+	@PATH="$(dir $(PYTHON)):$$PATH" hadolint docker/Dockerfile
 
 format: $(INSTALLED_DEV) ## Format the code and fix what the linter can fix
 	@$(PYTHON) -m ruff format .
@@ -116,12 +116,18 @@ bench-peers: $(INSTALLED_PEERS) ## Measure ddp_launch beside bare PyTorch, Accel
 
 ## Images and clusters
 
+COMMIT = $(or $(shell git rev-parse HEAD 2>/dev/null),unknown)
+DIRTY = $(if $(shell git status --porcelain common docker recipes tools 2>/dev/null),-dirty)
+SOURCE = $(shell git remote get-url origin 2>/dev/null | sed 's,//[^/@]*@,//,')
+
 image: ## Build the image of a stack: make image [STACK=cu130] [TARGET=development]
 	@test -f $(LOCK) || { echo "error: no stack $(STACK): STACK is one of $(STACKS)" >&2; exit 2; }
 	@$(DOCKER) build --file docker/Dockerfile --target $(or $(TARGET),runtime) --tag $(IMAGE) \
-		--build-arg STACK=$(STACK) --build-arg LOCK_SHA256=$$(sha256sum $(LOCK) | cut -d' ' -f1) \
-		--build-arg COMMIT=$$(git describe --always --abbrev=40 --dirty --exclude '*' || echo unknown) \
-		--build-arg SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct || echo 0) $(BUILD) .
+		--build-arg STACK=$(STACK) --build-arg COMMIT=$(COMMIT)$(DIRTY) \
+		--build-arg SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct || echo 0) \
+		--label org.opencontainers.image.revision=$(COMMIT)$(DIRTY) \
+		$(if $(SOURCE),--label "org.opencontainers.image.source=$(SOURCE)") \
+		--label torch-recipes.lock-sha256=$$(sha256sum $(LOCK) | cut -d' ' -f1) $(BUILD) .
 
 image-run: ## Train in the image: make image-run RECIPE=ddp_launch [NPROC=2] [ARGS="..."]
 	@$(if $(RECIPE),,echo "error: no recipe given: make image-run RECIPE=NAME" >&2; exit 2)
@@ -130,13 +136,18 @@ image-run: ## Train in the image: make image-run RECIPE=ddp_launch [NPROC=2] [AR
 		{ echo "error: no image $(IMAGE): make image STACK=$(STACK)" >&2; exit 2; }
 	@mkdir -p "$(RUNS)"
 	@$(DOCKER) run --rm $$(test -t 0 && test -t 1 && echo --interactive --tty) --shm-size=8g \
-		$(if $(GPUS),--gpus '$(GPUS)' --ulimit memlock=-1) --user $$(id -u):$$(id -g) \
+		$(if $(GPUS),--gpus '$(GPUS)') $(if $(NNODES),--network host) \
+		--user $$(id -u):$$(id -g) $$(printf -- '--group-add %s ' $$(id -G)) \
 		--volume "$$(realpath "$(RUNS)")":/workspace/runs \
 		--env RECIPES_IMAGE_DIGEST=$$($(DOCKER) image inspect --format '{{.Id}}' $(IMAGE)) \
 		$(DOCKER_ARGS) $(IMAGE) $(RECIPE) $(LAUNCH) $(ARGS)
 
 image-test: $(INSTALLED_DEV) ## Build the image and test it (needs root where no container engine runs)
 	@$(PYTHON) -m pytest -m image tests/image $(ARGS)
+
+sbom: $(INSTALLED_DEV) ## Write the bill of materials of a stack's image: sbom-STACK.json, from the lock
+	@$(PYTHON) -m uv tool run --from cyclonedx-bom==7.5.0 cyclonedx-py requirements \
+		--pyproject pyproject.toml --output-reproducible --output-file sbom-$(STACK).json $(ARGS) $(LOCK)
 
 image-repro: $(INSTALLED_DEV) ## Build the image twice, compare the bytes; renews docker/results/repro.json
 	@$(PYTHON) -m tests.image.repro $(ARGS)

@@ -186,7 +186,7 @@ def new_folder(parent: Path) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise InputError(f"{parent} cannot be written: {error}; give --output-dir") from error
+            raise InputError(not_writable(parent, error)) from error
         return parent / f"{stamp}{suffix}"
     raise InputError(f"{parent} holds 99 runs of {stamp}: give --output-dir")
 
@@ -214,8 +214,48 @@ def result_folder(given: Path | None, recipe: str, kind: str) -> Path:
 
 
 def not_writable(folder: Path, error: OSError) -> str:
-    """The message for a folder in which a run cannot write."""
+    """The message for an --output-dir, or the default one, that cannot be written."""
+    advice = fix(error)
+    if error.errno in (errno.EACCES, errno.EPERM) and "RECIPES_STACK" in os.environ:
+        advice = (
+            f"in this container you are user {os.getuid()}: mount a folder that this user may "
+            "write (--volume DIR:/workspace/runs), be the folder's owner (--user UID:GID)"
+        )
     return (
-        f"--output-dir {folder} cannot be written ({error.strerror}): {fix(error)}, or choose "
-        "another --output-dir"
+        f"--output-dir {folder} cannot be written ({error.strerror}): {advice}, or choose another "
+        "--output-dir"
     )
+
+
+def refuse_closed(option: str, *paths: Path) -> None:
+    """Refuse files and folders that this user may not read. A missing one is not refused.
+
+    Raises:
+        InputError: with the owner of the place that is closed: a path, or a folder above it.
+    """
+    for path in paths:
+        real = path.resolve()
+        for place in (*reversed(real.parents), real):
+            needed = (os.X_OK if place.is_dir() else 0) | (os.R_OK if place == real else 0)
+            if place.exists() and not os.access(place, needed):
+                owner = place.stat()
+                raise InputError(
+                    f"{option} {path} cannot be read: {place} belongs to user {owner.st_uid}, "
+                    f"group {owner.st_gid}, and you are user {os.getuid()}: allow reading, or in "
+                    f"a container give --group-add {owner.st_gid}"
+                )
+
+
+def files_below(option: str, folder: Path) -> Iterator[Path]:
+    """All files below a folder, without hidden folders.
+
+    A closed sub-folder is refused; Path.rglob would leave it out.
+    """
+
+    def refuse(error: OSError) -> None:
+        refuse_closed(option, Path(error.filename))
+        raise error
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(parent, name) for name in names)

@@ -1,8 +1,10 @@
 """What code runs: the commit, the files that differ from it, and the diff without secrets."""
 
 import hashlib
+import os
 import re
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -80,3 +82,27 @@ def changes() -> bytes:
 def without_secrets(text: str) -> str:
     """The text with `***` in place of tokens and passwords."""
     return _SECRET.sub(r"\1\2\3\4***", text)
+
+
+def code_sha256() -> str:
+    """SHA-256 over names and contents of the Python files that a run uses."""
+    digest = hashlib.sha256()
+    for folder in ("common", "recipes", "tools"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            digest.update(f"{content} {path.relative_to(ROOT)}\n".encode())
+    return digest.hexdigest()
+
+
+def image_commit() -> tuple[str | None, bool | None]:
+    """The commit that an image was built from, and whether this code is not the commit's.
+
+    The image has its commit in RECIPES_COMMIT (with "-dirty" if files had changed), and the hash of
+    its code beside its lock. Code that was mounted or added since has another hash.
+    """
+    built_from = os.environ.get("RECIPES_COMMIT", "unknown")
+    if built_from == "unknown":
+        return None, None
+    record = Path(sys.prefix) / "code.sha256"
+    same = record.is_file() and record.read_text().strip() == code_sha256()
+    return built_from.removesuffix("-dirty"), built_from.endswith("-dirty") or not same

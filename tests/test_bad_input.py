@@ -3,9 +3,13 @@
 import contextlib
 import io
 import json
+import os
 import re
+import shutil
 import socket
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -15,8 +19,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies
 
-from common.training.models import ModelOptions, build_model
-from tests.conftest import ROOT, Recipe
+from common.data.image_folder import list_images
+from common.errors import InputError
+from common.training.models import ModelOptions, build_model, load_matching
+from tests.conftest import ROOT, Recipe, need_root
 from tests.pool import Pool, call_main
 from tests.test_data import faulty_folder, flowers
 from tests.test_snapshot import Harmless
@@ -144,6 +150,56 @@ def test_inputs_that_cannot_work(pool: Pool, tmp_path: Path) -> None:
         pool, "choose a shorter path", "--output-dir", Path("x" * 200, *["x" * 200] * 19)
     )
     assert not (tmp_path / "code ran").exists()
+
+
+@contextlib.contextmanager
+def as_user(number: int) -> Iterator[None]:
+    os.setresuid(number, number, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)
+
+
+def test_what_may_not_be_read_is_named_with_its_group() -> None:
+    """In a container, --user drops the groups that a login has."""
+    need_root()
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        root.chmod(0o755)
+        photos, weights = flowers(root / "photos"), root / "weights.pt"
+        torch.save({}, weights)
+        nested = photos / "tulip" / "more"
+        nested.mkdir()
+        (photos / "tulip" / ".hidden").mkdir(mode=0o700)
+        shutil.copy(next((photos / "tulip").glob("*.*")), nested / "more.jpg")
+        model = build_model(ModelOptions(), channels=1, classes=10)
+
+        def images() -> None:
+            _, files, _, _ = list_images(photos, seed=0)
+            assert len(files) == 21
+
+        with as_user(12345):
+            images()
+        for closed, read in (
+            (root, images),
+            (photos, images),
+            (photos / "tulip", images),
+            (nested, images),
+            (weights, lambda: load_matching(model, weights)),
+            (root, lambda: load_matching(model, weights)),
+        ):
+            mode = closed.stat().st_mode
+            os.chown(closed, 0, 54321)
+            closed.chmod(0o750)
+            with as_user(12345), pytest.raises(InputError) as refused:
+                read()
+            closed.chmod(mode)
+            assert re.search(
+                rf"^--(data-path|weights) {root}/.*cannot be read: {closed} belongs to user 0, "
+                r"group 54321, and you are user 12345: .*give --group-add 54321$",
+                str(refused.value),
+            )
 
 
 def test_what_a_run_went_on_with_and_what_it_was_before_are_both_kept(

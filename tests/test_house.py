@@ -36,10 +36,10 @@ ROOMS: dict[str, set[str]] = {
     "machine": {"git", "stack"},
     "launch": {"errors", "driver"},
     "terminal": {"files", "launch"},
-    "group": {"errors", "driver", "stack", "launch"},
+    "group": {"errors", "driver", "git", "stack", "launch"},
     "throughput": {"group"},
     "data": {"errors", "downloads", "files", "seeds", "options", "launch", "group"},
-    "training": {"errors", "downloads", "seeds", "options", "terminal", "group"},
+    "training": {"errors", "downloads", "files", "seeds", "options", "terminal", "group"},
     "run": {
         "errors",
         "files",

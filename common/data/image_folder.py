@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common.errors import InputError, TrainingError
+from common.files import files_below, refuse_closed
 from common.group.collectives import agreed, gather
 from common.launch.ranks import Ranks
 from common.seeds import mix
@@ -46,9 +47,10 @@ def list_images(
     Raises:
         InputError: no folder, no classes, an empty class, or too few images to validate on.
     """
+    folders = [root / "train", root / "val"]
+    refuse_closed("--data-path", root, *folders)
     if not root.is_dir():
         raise InputError(f"--data-path {root} is not a folder")
-    folders = [root / "train", root / "val"]
     if not all(folder.is_dir() for folder in folders):
         folders = [root]
     names = class_names(folders[0])
@@ -92,7 +94,7 @@ def images_in(folder: Path) -> list[Path]:
     Raises:
         InputError: there are none.
     """
-    found = [path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES]
+    found = [path for path in files_below("--data-path", folder) if path.suffix.lower() in SUFFIXES]
     if not (images := sorted(p for p in found if _is_data(p, folder) and p.is_file())):
         raise InputError(f"{folder} has no images ({', '.join(sorted(SUFFIXES))})")
     return images

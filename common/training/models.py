@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from common.downloads import download_weights
 from common.errors import InputError
+from common.files import refuse_closed
 from common.group.collectives import agreed
 
 log = logging.getLogger("recipes")
@@ -160,6 +161,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Raises:
         InputError: no such file, or not a weights file.
     """
+    refuse_closed("--weights", path)
     if not path.is_file():
         raise InputError(f"--weights {path} is not a file")
     try:
