@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import default_collate
 
 from common.errors import STOP_SIGNALS, InputError, TrainingError
 from common.files import mebibytes, read_json, write_json
@@ -154,8 +153,7 @@ def step_cost(
     try:
         for step in range(2):
             start_s = time.perf_counter()
-            samples = [data.train[step, index] for index in range(batch_size)]
-            sequences, _ = default_collate(samples)
+            sequences = data.train.__getitems__([(step, index) for index in range(batch_size)])
             train_step(model, optimizer, sequences.to(device, dtype), segments)
             synchronize(device)
             times.append(time.perf_counter() - start_s)
