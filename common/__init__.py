@@ -6,9 +6,11 @@ One room per question; imports point down this list only (tests/test_house.py):
     run/                the loop between two steps; a run's folder, snapshots, resume
     data/  training/    samples and batches; model, optimizer, gradients, evaluation
     throughput          speed and memory of a run
+    manifest            what it takes to say that two runs were the same
     group/              devices, the rendezvous of the ranks, what they tell each other
     terminal            what rank 0 shows: lines and progress bars
     launch/             who am I; start, end and explain ranks
+    hints               advice for the errors of PyTorch, NCCL and CUDA
     machine, git, stack what is recorded of this machine and the code; versions of CUDA and NCCL
     driver              how many GPUs there are, and why the driver cannot use them
     files, options      files and folders; options that change no number

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from common.errors import STATUS_FINISHED, InputError
-from common.launch.hints import hint
+from common.hints import hint
 from common.launch.process import python_path, run_rank
 from common.launch.ranks import Ranks, resolve
 from common.launch.report import report, say

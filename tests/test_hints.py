@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed import DistBackendError
 
-from common.launch import hints
+from common import hints
 from common.launch.ranks import Ranks
 from common.launch.report import _error_line
 from common.stack import mapped_libraries

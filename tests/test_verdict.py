@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from common import hints
 from common.group.process_group import process_group
-from common.launch import hints
 from common.launch.port import bind
 from common.launch.ranks import Ranks
 from common.launch.report import show_cause

@@ -32,7 +32,7 @@ from typing import NamedTuple
 from common import ROOT, driver, stack
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
 from common.group.host import control_group_limits, cpu_quotas
-from common.launch.hints import LOCKED_MEMORY_HINT, SHARED_MEMORY_HINT, hint
+from common.hints import LOCKED_MEMORY_HINT, SHARED_MEMORY_HINT, hint
 from common.launch.process import end_with_parent
 from common.launch.ranks import Ranks, resolve
 from tools.command import Parser, attempt

@@ -30,7 +30,7 @@ from common.files import mebibytes, read_json, write_json
 from common.group.collectives import agreed, broadcast, gather
 from common.group.devices import synchronize
 from common.group.host import cpu_quotas
-from common.launch.hints import SHARED_MEMORY_HINT
+from common.hints import SHARED_MEMORY_HINT
 
 log = logging.getLogger("recipes")
 

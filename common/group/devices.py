@@ -7,7 +7,7 @@ import torch
 
 from common import driver
 from common.errors import InputError
-from common.launch.hints import with_hint
+from common.hints import with_hint
 from common.launch.ranks import Ranks
 from common.stack import stacks
 

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from common import hints
 from common.errors import (
     STATUS_BAD_INPUT,
     STATUS_FAILED,
@@ -21,7 +22,6 @@ from common.errors import (
     PeerError,
     TrainingError,
 )
-from common.launch import hints
 from common.launch.ranks import Ranks
 
 

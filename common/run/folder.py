@@ -30,7 +30,7 @@ from common.files import (
 from common.git import changes
 from common.group.collectives import agreed, broadcast
 from common.launch.ranks import Ranks
-from common.run.manifest import continued, describe_run
+from common.manifest import continued, describe_run
 from common.run.options import (
     MAY_DIFFER_BY_HOST,
     RunOptions,

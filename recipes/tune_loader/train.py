@@ -37,11 +37,11 @@ from common.figure import save_figure
 from common.files import result_folder, write_json
 from common.group.devices import choose_device
 from common.group.process_group import process_group
-from common.launch.hints import SHARED_MEMORY_HINT
+from common.hints import SHARED_MEMORY_HINT
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
+from common.manifest import describe_run
 from common.run.announce import device_in_words
-from common.run.manifest import describe_run
 from common.run.options import flatten
 from common.terminal import log, progress_bar, set_up_logs
 from recipes.tune_loader.streams import make_item_loader, make_stream_loader

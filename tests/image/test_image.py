@@ -522,7 +522,7 @@ def test_the_derived_image_of_the_page(engine: Engine, image: str, tmp_path: Pat
 id --user
 python -c 'import ctypes, einops; ctypes.CDLL("libibverbs.so.1"); ctypes.CDLL("libmlx5.so.1")'
 python -m recipes my_recipe --nproc 1 --max-steps 1 --output-dir /workspace/runs/run >/dev/null
-cat runs/run/manifest.json
+cat runs/manifest.json
 """
     said = engine.run("run", "--rm", "--entrypoint", "sh", tag, "-ec", script).stdout
     user, _, manifest = said.partition("\n")
