@@ -40,7 +40,17 @@ ROOMS: dict[str, set[str]] = {
     "group": {"errors", "driver", "git", "hints", "stack", "launch"},
     "throughput": {"group"},
     "manifest": {"git", "machine", "launch", "group"},
-    "data": {"errors", "downloads", "files", "hints", "seeds", "options", "launch", "group"},
+    "data": {
+        "errors",
+        "downloads",
+        "files",
+        "hints",
+        "seeds",
+        "options",
+        "throughput",
+        "launch",
+        "group",
+    },
     "training": {"errors", "downloads", "files", "seeds", "options", "terminal", "group"},
     "run": {
         "errors",

@@ -22,12 +22,13 @@ from torch.utils.checkpoint import checkpoint
 from common import driver
 from common.data.datasets import DataOptions, digits_data
 from common.data.stream import Key, Samples, make_loader
-from common.data.workers import done, recommend, samples_per_s
+from common.data.workers import done, recommend
 from common.errors import InputError
 from common.files import weights_sha256
 from common.group.devices import choose_devices
 from common.launch.ranks import Ranks
 from common.run.options import RunOptions
+from common.throughput import samples_per_s
 from common.training.models import ModelOptions, build_model, load_matching
 from recipes.checkpoint_rnn import adding as rnn
 from recipes.checkpoint_rnn import plan

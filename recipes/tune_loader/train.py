@@ -32,7 +32,7 @@ import torch
 from common import cli
 from common.data.datasets import DataOptions, load_data
 from common.data.stream import GlobalBatches, make_loader
-from common.data.workers import done, most_workers, recommend, samples_per_s, sweep
+from common.data.workers import done, most_workers, recommend, sweep
 from common.figure import save_figure
 from common.files import result_folder, write_json
 from common.group.devices import choose_device
@@ -44,6 +44,7 @@ from common.manifest import describe_run
 from common.run.announce import device_in_words
 from common.run.options import flatten
 from common.terminal import log, progress_bar, set_up_logs
+from common.throughput import samples_per_s
 from recipes.tune_loader.streams import make_item_loader, make_stream_loader
 
 NAME = "tune_loader"
