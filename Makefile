@@ -6,7 +6,7 @@
 #: RUN=DIR                 a finished run (predict, evaluate, reproduce)
 #: INPUT="FILE DIR ..."    images, and folders of images (predict)
 #: AGAINST=DIR             a second finished run, to compare with RUN (reproduce)
-#: ROUNDS=N                rounds of killed and resumed runs (soak; default 50)
+#: ROUNDS=N                rounds of killed, damaged and resumed runs (soak; default 50)
 #: STACK=cu130             versions of CUDA and torch, from docker/stacks.json (default cu132)
 #: TARGET=development      an image with the tests and a C compiler (image, image-run)
 #: IMAGE=NAME BUILD="..."  name of the image (image, image-run); more options of docker build (image)
@@ -100,7 +100,7 @@ faults: $(INSTALLED_DEV) ## Cause every fault in real runs (needs root); renews 
 	@FAULTS_JSON=$(CURDIR)/tests/faults/results/matrix.json $(PYTHON) -m pytest -m slow tests/faults/test_matrix.py
 	@$(PYTHON) -m tests.faults.matrix
 
-soak: $(INSTALLED) ## Kill and resume runs at random moments; renews tests/faults/results/soak.json
+soak: $(INSTALLED) ## Kill, damage and resume runs at random; renews tests/faults/results/soak.json
 	@$(PYTHON) -m tests.faults.soak $(if $(ROUNDS),--rounds $(ROUNDS)) $(ARGS)
 
 gpu-check: $(INSTALLED) ## Check what needs a GPU (minutes); writes tests/results/gpu_check.json

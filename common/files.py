@@ -9,7 +9,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -103,34 +103,41 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def lost_file(folder: Path, summary: dict[str, Any]) -> str:
+def lost_file(folder: Path, summary: dict[str, Any], records: Iterable[str]) -> str:
     """Name of the first file of a finished run that is gone or damaged; empty if all are whole.
 
+    Args:
+        folder: of the run.
+        summary: of the run.
+        records: names of the run's JSON files.
+
     Raises:
-        InputError: model.pt is not the one that the run wrote.
+        InputError: model.pt or best.pt is not the one that the run wrote.
     """
     name = ""
     try:
-        for name in ("config.json", "manifest.json", "class_indices.json"):
-            read_json(folder / name)
+        for name in records:
+            json.loads((folder / name).read_text(encoding="utf-8"))
         name = "metrics.jsonl"
         last = read_metrics(folder)[-1]
-        if last["step"] != summary["steps"] or "val_loss" not in last:
+        if last["step"] != summary["steps"] or "train_loss" not in last:
             return name
     except (OSError, ValueError, LookupError, TypeError):
         return name
-    model = folder / "model.pt"
-    if not model.exists():
-        return model.name
-    try:
-        found = weights_sha256(torch.load(model, "cpu", weights_only=True))
-    except Exception:  # torch.load raises whatever the unpickler raises
-        found = ""
-    if found != summary.get("weights_sha256"):
-        raise InputError(
-            f"{model} is not what the run wrote, whose weights_sha256 is in summary.json: move it "
-            "away, and the same command writes it again"
-        )
+    for name, of in (("model.pt", summary), ("best.pt", summary.get("best"))):
+        if not of:
+            continue
+        if not (folder / name).exists():
+            return name
+        try:
+            found = weights_sha256(torch.load(folder / name, "cpu", weights_only=True))
+        except Exception:  # torch.load raises whatever the unpickler raises
+            found = ""
+        if found != of.get("weights_sha256"):
+            raise InputError(
+                f"{folder / name} is not what the run wrote, whose weights_sha256 is in "
+                "summary.json: move it away, and the same command writes it again"
+            )
     return ""
 
 

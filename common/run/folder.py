@@ -115,7 +115,7 @@ class Run:
                 ours = decisive(self._values, self.config)
                 refuse_another_run(theirs, ours, f"folder {self.folder}", self._to_train_further())
 
-    def finished(self, last_step: int, *, can_resume: bool) -> bool:
+    def finished(self, last_step: int, data: Data, *, can_resume: bool) -> bool:
         """Whether nothing is left to do up to `last_step`; if so, show the run's summary.
 
         A run that has ended can train more steps, or write a lost file again, from a snapshot.
@@ -129,7 +129,8 @@ class Run:
             if self.ranks.is_main and (self.folder / "summary.json").exists():
                 summary = read_json(self.folder / "summary.json", "steps")
                 more = summary["steps"] < last_step
-                lost = "" if more else lost_file(self.folder, summary)
+                records = ("config.json", "manifest.json", *_records(data))
+                lost = "" if more else lost_file(self.folder, summary, records)
                 missing = f"{lost} is gone or damaged" if lost else "its snapshots are gone"
                 what = f"the run in {self.folder} has ended, but {missing}"
                 if lost and can_resume:
@@ -156,13 +157,8 @@ class Run:
         with agreed():
             if self.ranks.is_main:
                 self._write_record(manifest, state.step, global_batch_size)
-                if data.class_names:
-                    names = dict(enumerate(data.class_names))
-                    write_json(self.folder / "class_indices.json", names)
-                if data.resize:
-                    write_json(self.folder / "preprocessing.json", data.preprocessing)
-                if data.held_out:
-                    write_json(self.folder / "held_out.json", list(data.held_out))
+                for name, content in _records(data).items():
+                    write_json(self.folder / name, content)
                 self._metrics = (self.folder / "metrics.jsonl").open("ab+")
                 self._metrics.truncate(state.metrics_bytes)
                 self._metrics.seek(0)
@@ -247,6 +243,16 @@ class Run:
         self._metrics.close()
         self._lock.close()
         show_table({**content, "output_dir": str(self.folder)})
+
+
+def _records(data: Data) -> dict[str, Any]:
+    """Names and contents of the files that describe the data."""
+    found = {
+        "class_indices.json": dict(enumerate(data.class_names)),
+        "preprocessing.json": data.preprocessing if data.resize else None,
+        "held_out.json": list(data.held_out),
+    }
+    return {name: content for name, content in found.items() if content}
 
 
 def _own(folder: Path) -> IO[str]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from common.data.datasets import Data
 from common.data.stream import GlobalBatches
 from common.errors import StopRequested
-from common.files import save_weights
+from common.files import save_weights, weights_sha256
 from common.group.collectives import gather_numbers
 from common.group.stop import StopAgreement
 from common.launch.report import say
@@ -69,7 +69,7 @@ class Loop:
         run, state, seed = self.run, self.state, self.run.options.seed
         run.refuse_another_run()
         found = snapshot_files.find(run.options.resume, run.snapshots, self._identity)
-        if run.finished(self.last_step, can_resume=found is not None):
+        if run.finished(self.last_step, self.data, can_resume=found is not None):
             return False
         seed_everything(seed, run.ranks.rank)  # from here on each rank draws its own dropout
         if found:
@@ -175,7 +175,7 @@ class Loop:
             if run.ranks.is_main:
                 kept = {k: v.detach().to("cpu", copy=True) for k, v in weights.items()}
                 save_weights(kept, run.folder / "best.pt")
-                state.best["weights"] = kept
+                state.best |= {"weights_sha256": weights_sha256(kept), "weights": kept}
         if run.options.epoch_weights and run.ranks.is_main:
             save_weights(weights, run.folder / "weights" / f"epoch_{state.epoch:04d}.pt")
         self._speed.resume()

@@ -161,8 +161,9 @@ class TrainingState:
         if min(self.epoch, self.batch, self.step, self.metrics_bytes) < 0:
             raise ValueError("a negative position")
         self.saved_step, self.best = self.step, found.get("best")
-        if self.best and rank:
-            del self.best["weights"]
+        if self.best:
+            weights = dict(self.best.pop("weights"))
+            self.best |= {} if rank else {"weights": weights}
         losses = torch.cat([entry["loss_sum"] for entry in ranks])
         if losses.dtype != self.loss_sum.dtype:
             raise ValueError(f"loss_sum is {losses.dtype}")

@@ -47,6 +47,8 @@ EPOCHS = 2
 STEPS = 28
 PATIENCE_S = 60
 GRACE_S = 2
+_INTERRUPTED = {0, 1, 75, -signal.SIGKILL, -signal.SIGTERM}
+"""Statuses after an interruption; a rank without a handler yet ends of SIGTERM itself."""
 
 
 def be_rank(rank: int, world_size: int, store: Any, config: Config, log: Path) -> None:
@@ -192,7 +194,7 @@ def play(
                 happened["started afresh"] += 1
             last = None
             continue
-        elif not how or not {0, 1, 75, -signal.SIGKILL, *([2] if damaged else [])} >= codes:
+        elif not how or not _INTERRUPTED | ({2} if damaged else set()) >= codes:
             raise RuntimeError(f"ended with {codes} {about}")
         if folder.is_dir() and any(folder.iterdir()):
             kind, entry, file, before = damage(folder, dice)
@@ -203,7 +205,7 @@ def play(
 
 def named(file: Path, line: str) -> bool:
     """Whether a message names a file; of a snapshot that is gone only the folder is known."""
-    return str(file) in line or (file.parent.name == "snapshots" and str(file.parent) in line)
+    return str(file.parent) in line and (file.name in line or file.parent.name == "snapshots")
 
 
 def soak(rounds: int, seed: int, folder: Path) -> dict[str, Any]:
