@@ -1,4 +1,4 @@
-"""Show trained classes of images: `predict RUN FILE_OR_FOLDER...`.
+"""Show the classes of images, by the model of a finished run: `predict RUN FILE_OR_FOLDER...`.
 
     make predict RUN=runs/ddp_launch/RUN INPUT=photos            a folder, at any depth
     python -m recipes predict RUN one.jpg two.jpg --top-k 5      files
