@@ -172,7 +172,7 @@ def test_what_may_not_be_read_is_named_with_its_group() -> None:
         nested = photos / "tulip" / "more"
         nested.mkdir()
         (photos / "tulip" / ".hidden").mkdir(mode=0o700)
-        shutil.copy(next((photos / "tulip").glob("*.*")), nested / "more.jpg")
+        shutil.copy(next((photos / "tulip").glob("*.jpg")), nested / "more.jpg")
         model = build_model(ModelOptions(), channels=1, classes=10)
 
         def images() -> None:
