@@ -675,7 +675,7 @@ def test_a_pipeline_through_the_front_door(recipe: Recipe) -> None:
 
 
 def assert_record(folder: Path) -> None:
-    for file in ("config.json", "manifest.json", "metrics.jsonl", "class_indices.json"):
+    for file in ("config.json", "manifest.json", "metrics.jsonl"):
         assert (folder / file).is_file(), file
     assert list((folder / "snapshots").glob("step_*.pt"))
     assert list((folder / "tensorboard").iterdir())
