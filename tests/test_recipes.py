@@ -25,6 +25,7 @@ from common.data.stream import Key, Samples, make_loader
 from common.data.workers import done, recommend
 from common.errors import InputError
 from common.files import weights_sha256
+from common.group import rendezvous
 from common.group.devices import choose_devices
 from common.launch.ranks import Ranks
 from common.run.options import RunOptions
@@ -536,6 +537,7 @@ def as_two_tasks(ranks: Ranks, name: str) -> tuple[int, str, str]:
             ("MASTER_PORT", "29400"),
         ):
             patch.setenv(variable, value)
+        patch.setattr(rendezvous, "_REFUSAL_TIMEOUT_S", 1.0)  # the other task never comes
         return call_main(ranks, name, [])
 
 
@@ -546,6 +548,7 @@ def test_one_process_is_not_started_twice(pool: Pool) -> None:
     assert "started 2" in said
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_where_the_system_allows_no_more(recipe: Recipe) -> None:
     """A limit on the process (RLIMIT_DATA) under which the plain run dies, and auto trains."""
     options = (
@@ -683,6 +686,7 @@ def assert_record(folder: Path) -> None:
     assert weights_sha256(weights) == summary(folder)["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_compare_writes_a_table_and_a_figure(recipe: Recipe) -> None:
     result = recipe(
         "tune_loader", "--compare", "--compare-rounds", "1", "--max-workers", "1", "--samples", "64"

@@ -276,6 +276,7 @@ def test_a_model_that_the_run_did_not_write_is_named(
         assert (folder / "model.pt").read_bytes() == content
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_from_where_the_run_can_resume(recipe: Recipe) -> None:
     process = recipe.start(*recipe.command("ddp_launch", "--epochs", "300"))
     wait_for(lambda: list(recipe.tmp_path.glob("run/snapshots/*.pt")))
