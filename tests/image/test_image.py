@@ -29,6 +29,7 @@ from tests.conftest import (
 from tests.image.conftest import IMAGE
 from tests.image.engine import CALLER as UID
 from tests.image.engine import DOCKERFILE, Engine
+from tests.test_data import flowers
 
 pytestmark = [pytest.mark.image, pytest.mark.timeout(1800)]  # the first one waits for the build
 
@@ -118,6 +119,26 @@ def test_the_weights_of_make_run(engine: Engine, image: str, reference: Result, 
     assert done.assert_ok().sha == reference.sha
     assert done.losses == reference.losses
     assert {path.stat().st_uid for path in done.folder.rglob("*")} == {UID}
+
+
+def test_predict_says_in_the_image_what_it_says_here(
+    engine: Engine, image: str, runs: Path
+) -> None:
+    photos = flowers(runs / "photos", per_class=5)
+    options = ("--data", "imagefolder", "--data-path", str(photos), "--image-size", "32")
+    make_run(1, (*options, "--model", "resnet18", "--epochs", "1"), runs)
+    command = (sys.executable, "-m", "recipes", "predict", runs / "run", photos, "--json")
+    here = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    there = run(
+        engine,
+        *("predict", "runs/run", "runs/photos", "--json"),
+        docker=("--user", f"{UID}:{UID}"),
+        folder=runs,
+    ).assert_ok()
+    for ours, theirs in zip(here.splitlines(), there.stdout.splitlines(), strict=True):
+        one, two = json.loads(ours), json.loads(theirs)
+        assert one["class"] == two["class"]
+        assert one["probability"] == pytest.approx(two["probability"], abs=1e-6)
 
 
 def test_doctor_finds_no_error_but_what_is_missing(engine: Engine, image: str, runs: Path) -> None:
