@@ -125,8 +125,8 @@ def test_predict_says_in_the_image_what_it_says_here(
     engine: Engine, image: str, runs: Path
 ) -> None:
     photos = flowers(runs / "photos", per_class=5)
-    options = ("--data", "imagefolder", "--data-path", str(photos), "--image-size", "32")
-    make_run(1, (*options, "--model", "resnet18", "--epochs", "1"), runs)
+    data = ("--data", "imagefolder", "--data-path", str(photos), "--image-size", "32")
+    make_run(1, (*data, "--model", "resnet18", "--epochs", "1", "--global-batch-size", "4"), runs)
     command = (sys.executable, "-m", "recipes", "predict", runs / "run", photos, "--json")
     here = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     there = run(
@@ -521,9 +521,10 @@ def test_nowhere_to_write(engine: Engine, image: str, tmp_path: Path) -> None:
     done = run(engine, "ddp_launch", "--nproc", "1", docker=closed)
     assert done.status == 2
     assert done.errors == [
-        "error: --output-dir runs/ddp_launch cannot be written: Permission denied: in this "
+        "error: --output-dir runs/ddp_launch cannot be written (Permission denied): in this "
         f"container you are user {UID}: mount a folder that this user may write (--volume "
-        "DIR:/workspace/runs), or be the folder's owner (--user UID:GID)"
+        "DIR:/workspace/runs), be the folder's owner (--user UID:GID), or choose another "
+        "--output-dir"
     ]
 
 
@@ -543,7 +544,7 @@ def test_the_derived_image_of_the_page(engine: Engine, image: str, tmp_path: Pat
 id --user
 python -c 'import ctypes, einops; ctypes.CDLL("libibverbs.so.1"); ctypes.CDLL("libmlx5.so.1")'
 python -m recipes my_recipe --nproc 1 --max-steps 1 --output-dir /workspace/runs/run >/dev/null
-cat runs/manifest.json
+cat runs/run/manifest.json
 """
     said = engine.run("run", "--rm", "--entrypoint", "sh", tag, "-ec", script).stdout
     user, _, manifest = said.partition("\n")
