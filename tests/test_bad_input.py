@@ -287,6 +287,7 @@ def test_a_folder_of_photos_trains_and_writes_its_classes(recipe: Recipe, tmp_pa
     assert len(list((result.folder / "weights").iterdir())) == 3
 
 
+@pytest.mark.slow
 def test_one_rank_in_three_is_refused_by_one_line(recipe: Recipe) -> None:
     for name in ("ddp_launch", "ddp_spawn"):
         result = recipe(name, "--nproc", "3", "--global-batch-size", "64", folder=name)

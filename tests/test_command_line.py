@@ -157,10 +157,10 @@ def test_the_same_options_give_the_same_weights(
     "launcher",
     [
         "torch.distributed.run -m recipes.ddp_launch.train",
-        "torch.distributed.launch recipes/ddp_launch/train.py",
         *(
             pytest.param(launcher, marks=pytest.mark.slow)
             for launcher in (
+                "torch.distributed.launch recipes/ddp_launch/train.py",
                 "torch.distributed.run recipes/ddp_launch/train.py",
                 "torch.distributed.run -m recipes.ddp_spawn.train",
                 "torch.distributed.launch --use_env -m recipes.ddp_launch.train",
@@ -191,7 +191,7 @@ def test_under_torchs_launchers(recipe: Recipe, reference: Result, launcher: str
     assert result.stdout.count("world_size 2") == 1, "only rank 0 talks"
 
 
-@pytest.mark.parametrize("name", ["ddp_launch", "ddp_spawn"])
+@pytest.mark.parametrize("name", ["ddp_launch", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
 def test_under_mpirun(recipe: Recipe, reference: Result, name: str) -> None:
     need("mpirun")
     process = recipe.start(
@@ -225,7 +225,13 @@ BEFORE_THEY_MEET = {
 }
 
 
-@pytest.mark.parametrize("what", BEFORE_THEY_MEET)
+@pytest.mark.parametrize(
+    "what",
+    [
+        "on rank 1",
+        *(pytest.param(w, marks=pytest.mark.slow) for w in BEFORE_THEY_MEET if w != "on rank 1"),
+    ],
+)
 def test_what_ranks_find_before_they_meet_is_shown_once(recipe: Recipe, what: str) -> None:
     launcher, options, of_rank_1, says = BEFORE_THEY_MEET[what]
     command = [sys.executable, "-m", *launcher.split()]
@@ -471,6 +477,7 @@ def test_images_are_verified_once_and_loaded_on_the_cores_that_are_left(recipe: 
     assert "tulip 3.jpg cannot be decoded as an image" in refused.errors[0]
 
 
+@pytest.mark.slow
 def test_a_default_run_takes_fewer_loading_processes_where_shared_memory_is_small(
     recipe: Recipe,
 ) -> None:

@@ -413,6 +413,7 @@ def one_backward(ranks: Ranks) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_group_ends_cleanly_every_time(pool: Pool) -> None:
     """On torch 2.10 and 2.11 a DDP that outlives its group could deadlock, one run in twenty."""
     for _ in range(15):

@@ -431,7 +431,10 @@ def summary(folder: Path) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n == "dp_resnet50" else n for n in SMALL],
+)
 def test_interrupted_and_resumed_is_uninterrupted(pool: Pool, tmp_path: Path, name: str) -> None:
     def run(folder: str, *more: str) -> dict[str, Any]:
         arguments = [*SMALL[name].split(), *more, "--output-dir", str(tmp_path / folder)]
@@ -467,7 +470,9 @@ def train_pipeline(
     )
 
 
-@pytest.mark.parametrize(("schedule", "processes"), [("1f1b", 4), ("micro", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "processes"), [pytest.param("1f1b", 4, marks=pytest.mark.slow), ("micro", 2)]
+)
 def test_an_interrupted_pipeline_resumes_every_stage(
     pool: Pool, tmp_path: Path, schedule: str, processes: int
 ) -> None:
@@ -650,6 +655,7 @@ def test_every_recipe_through_the_front_door(recipe: Recipe) -> None:
         assert_record(result.folder)
 
 
+@pytest.mark.slow
 def test_a_pipeline_through_the_front_door(recipe: Recipe) -> None:
     options = ("--schedule", "gpipe", "--max-steps", "20")
     result = recipe("model_parallel_toy", *options).assert_ok()

@@ -36,7 +36,11 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize(
-    ("rank", "says"), [(0, "waiting for 1 of 2 ranks at"), (1, "waiting for rank 0 at")]
+    ("rank", "says"),
+    [
+        (0, "waiting for 1 of 2 ranks at"),
+        pytest.param(1, "waiting for rank 0 at", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_waits_says_so_and_can_be_stopped(recipe: Recipe, rank: int, says: str) -> None:
     process = start_rank(recipe, free_port(), rank)

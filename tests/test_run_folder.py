@@ -320,6 +320,7 @@ def test_a_limit_is_not_called_a_full_disk(recipe: Recipe) -> None:
     assert "make room" not in result.errors[0]
 
 
+@pytest.mark.slow
 def test_names_that_are_no_utf_8(recipe: Recipe) -> None:
     """Of the folder, a class and its images, in a locale that knows only ASCII."""
     root = flowers(recipe.tmp_path / "data", per_class=6)
@@ -423,6 +424,7 @@ def hold(folder: Path, name: str) -> None:
     file.close()
 
 
+@pytest.mark.slow
 def test_the_lock_of_another_host_is_waited_for(tmp_path: Path) -> None:
     """A network file system gives back the lock of a dead host late."""
     process = multiprocessing.get_context("spawn").Process(target=hold, args=(tmp_path, "other"))

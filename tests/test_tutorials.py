@@ -318,6 +318,7 @@ def small_fashion_mnist(folder: Path, count: int = 20) -> None:
             (raw / f"{part}-{name}-ubyte").write_bytes(header + array.tobytes())
 
 
+@pytest.mark.slow
 def test_the_lessons_commands_on_one_and_two_gpus_work(
     recipe: Recipe, pool: Pool, tmp_path: Path
 ) -> None:

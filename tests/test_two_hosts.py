@@ -70,6 +70,7 @@ def on_both(
     return [recipe.finish(process, recipe.tmp_path / "run", 60) for process in processes]
 
 
+@pytest.mark.slow
 def test_by_hand_and_by_torchrun(recipe: Recipe, hosts: list[list[str]]) -> None:
     alone = recipe("ddp_launch", "--nproc", "2", *OPTIONS, folder="alone").assert_ok()
     first, second = on_both(recipe, hosts)
@@ -121,6 +122,7 @@ def listening(host: list[str]) -> set[str]:
     return {words[1].split(":")[0] for words in lines if words[3] == "0A"}
 
 
+@pytest.mark.slow
 def test_nothing_listens_on_every_interface(recipe: Recipe, hosts: list[list[str]]) -> None:
     """Neither the store, which has no authentication, nor the ranks' own sockets."""
     for node, host in enumerate(hosts):

@@ -96,6 +96,7 @@ def train_mine(
         mine.train(cli.parse("mine", mine.Config, arguments)[1], ranks)
 
 
+@pytest.mark.slow
 def test_images_on_one_process_and_on_two_resumed_give_one_hash_and_a_record(
     house: Path, pool: Pool, recipe: Recipe
 ) -> None:
