@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.errors import TrainingError
 from common.launch.ranks import Ranks
@@ -125,8 +125,9 @@ def test_a_flipped_bit_is_named_before_the_next_snapshot(
 def test_two_ranks_cannot_say_which_one_it_is(pool: Pool, tmp_path: Path) -> None:
     """Every second step: the fault is found in the step that it follows."""
     options = {**RUN, "parallel": {"check_replicas": 2}}
-    said = run_with_a_fault(pool, 2, tmp_path, options, 1, "weight")
-    assert "after step 6, at fault: rank 0 on " in said
+    said = run_with_a_fault(pool, 2, tmp_path, options, 1, "momentum")
+    assert said.startswith("features.0.weight (momentum_buffer) differs between ranks after step 6")
+    assert "at fault: rank 0 on " in said
     assert f" or rank 1 on {HERE}" in said
 
 
@@ -182,7 +183,7 @@ def test_an_audit_names_the_rank_that_computed_a_wrong_gradient(
     saved = 4 if step == 8 else 8
     assert re.fullmatch(
         rf"features\.0\.weight's gradient differs when all ranks compute rank {rank}'s part of "
-        rf"step {step} again, at fault: rank {rank} on {HERE} \(its .*snapshot: step_0000000{saved}.*",
+        rf"step {step} again, at fault: rank {rank} on {HERE} \(its .*: step_0000000{saved}.*",
         said,
     ), said
 
@@ -212,6 +213,22 @@ def test_an_audit_names_a_rank_that_is_wrong_when_it_audits(pool: Pool, tmp_path
     # Of two ranks, the one that was audited may have been wrong twice.
     (said,) = set(pool.run(with_a_wrong_auditor, 2, tmp_path / "2", options, 0))
     assert f"at fault: rank 0 on {HERE} or rank 1 on {HERE} (" in said
+
+
+def with_outputs_that_depend_on_buffers(ranks: Ranks, folder: Path, options: Any) -> None:
+    forward = nn.BatchNorm2d.forward
+
+    def changed(layer: Any, inputs: Tensor) -> Tensor:
+        return forward(layer, inputs) + layer.running_mean.mean()
+
+    with patch.object(nn.BatchNorm2d, "forward", changed):
+        run_training(ranks, folder, options)
+
+
+def test_an_audit_begins_with_the_buffers_of_the_step(pool: Pool, tmp_path: Path) -> None:
+    """The step has changed them already."""
+    options = {**AUDITED, "optimizer": {"max_steps": 3}}
+    pool.run(with_outputs_that_depend_on_buffers, 2, tmp_path, options)
 
 
 @pytest.mark.parametrize(
