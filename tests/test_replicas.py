@@ -264,7 +264,7 @@ def test_an_audit_changes_no_bit(
 def test_through_the_command_line(recipe: Recipe) -> None:
     env = {
         "PYTHONPATH": f"{ROOT / 'tests' / 'faults' / 'inject'}:{ROOT}",
-        "FAULT": "flips a bit of a momentum on rank 2",
+        "FAULT": "flips a bit of a momentum (rank 2)",
         "FAULT_STEP": str(AT),
         "FAULT_RANK": "2",
         "FAULT_MARK": str(recipe.tmp_path / "mark"),

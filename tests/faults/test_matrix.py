@@ -73,7 +73,7 @@ def interrupted(process: Any, _folder: Path) -> None:
 HERE = re.escape(socket.gethostname())
 DDP = ("ddp_launch", "ddp_spawn")
 FLIPS = {
-    f"flips a bit of a {where} on rank {rank}": Fault(
+    f"flips a bit of a {where} (rank {rank})": Fault(
         rf"error: rank \d on {HERE}: \S+.* differs .*, at fault: {at_fault}.*"
         r"last good snapshot: step_00000004",
         options=options,
