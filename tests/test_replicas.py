@@ -219,7 +219,8 @@ def with_outputs_that_depend_on_buffers(ranks: Ranks, folder: Path, options: Any
     forward = nn.BatchNorm2d.forward
 
     def changed(layer: Any, inputs: Tensor) -> Tensor:
-        return forward(layer, inputs) + layer.running_mean.mean()
+        outputs: Tensor = forward(layer, inputs) + layer.running_mean.mean()
+        return outputs
 
     with patch.object(nn.BatchNorm2d, "forward", changed):
         run_training(ranks, folder, options)
