@@ -5,6 +5,7 @@ One room per question; imports point down this list only (tests/test_house.py):
     cli                 from a command line to a running recipe
     run/                the loop between two steps; a run's folder, snapshots, resume
     data/  training/    samples and batches; model, optimizer, gradients, evaluation
+    watch/              faults that raise no error: replicas that differ, gradients computed wrongly
     throughput          speed of training and of loading; memory
     manifest            what it takes to say that two runs were the same
     group/              devices, the rendezvous of the ranks, what they tell each other

@@ -87,7 +87,13 @@ def checks(device: str, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]
     def virtual_ranks() -> dict[str, Any]:
         options = (*base, *resnet, "--virtual-ranks", "4", "--backend", "gloo")
         one, two = (run(folder / f"virtual{n}", *options, "--nproc", str(n)) for n in (1, 2))
-        same = one["weights_sha256"] == two["weights_sha256"] and one["losses"] == two["losses"]
+        watched = ("--nproc", "2", "--audit", "2", "--check-replicas", "2")
+        audited = run(folder / "audited", *options, *watched)
+        same = all(
+            one[what] == other[what]
+            for what in ("weights_sha256", "losses")
+            for other in (two, audited)
+        )
         return {"holds": same, "samples_per_s": [one["samples_per_s"], two["samples_per_s"]]}
 
     def price_of_determinism() -> dict[str, Any]:

@@ -51,7 +51,8 @@ ROOMS: dict[str, set[str]] = {
         "launch",
         "group",
     },
-    "training": {"errors", "downloads", "files", "seeds", "options", "terminal", "group"},
+    "watch": {"group"},
+    "training": {"errors", "downloads", "files", "seeds", "options", "terminal", "group", "watch"},
     "run": {
         "errors",
         "files",
@@ -65,6 +66,7 @@ ROOMS: dict[str, set[str]] = {
         "throughput",
         "data",
         "training",
+        "watch",
     },
     "cli": {"errors", "hints", "stack", "launch", "group"},
 }

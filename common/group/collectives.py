@@ -27,10 +27,10 @@ def gather_to_rank_0(value: T) -> list[T]:
     return values or []
 
 
-def broadcast(value: T) -> T:
-    """Rank 0's `value` on every rank. Any object that pickles."""
+def broadcast(value: T, source: int = 0) -> T:
+    """The `value` of rank `source` on every rank. Any object that pickles."""
     values = [value]
-    dist.broadcast_object_list(values, src=0)
+    dist.broadcast_object_list(values, src=source)
     return values[0]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.data.datasets import Data
 from common.data.stream import GlobalBatches
-from common.errors import StopRequested
+from common.errors import StopRequested, TrainingError
 from common.files import save_weights, weights_sha256
 from common.group.collectives import gather_numbers
 from common.group.stop import StopAgreement
@@ -27,6 +27,7 @@ from common.terminal import log, progress_bar
 from common.throughput import Throughput, peak_memory_bytes
 from common.training.evaluate import Evaluation, best_metric
 from common.training.optimizer import ScheduleOptions
+from common.watch.replicas import unlike_replicas
 
 
 class Loop:
@@ -36,7 +37,8 @@ class Loop:
     snapshot (`--snapshot-every`). After an epoch's last step: write a snapshot, evaluate, log, stop
     if any rank was asked to, begin the next epoch.
 
-    `parts` and `sharded` are those of `TrainingState`.
+    `parts` and `sharded` are those of `TrainingState`. Every `check_replicas` steps (0: never), and
+    then before each snapshot too, the ranks compare their replicas of the model and the optimizer.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Loop:
         data: Data,
         *,
         sharded: bool = False,
+        check_replicas: int = 0,
     ) -> None:
         self.run, self.options, self.batches, self.data = run, options, batches, data
         if data.resize:
@@ -59,6 +62,9 @@ class Loop:
         short = run.options.log_every > self.last_step  # ten points make a curve
         self.log_every = max(1, self.last_step // 10) if short else run.options.log_every
         self._identity = run.identity(batches.global_batch_size, data.fingerprint)
+        self._check_every, self._checked_step = check_replicas, -1
+        if check_replicas and run.ranks.world_size == 1:
+            log.warning("--check-replicas has nothing to compare: there is one rank")
 
     def resume(self) -> bool:
         """Load the newest snapshot if there is one, and open the run's files.
@@ -135,6 +141,8 @@ class Loop:
             loss, mean_loss = (part.flatten().mean().item() for part in gathered.chunk(2, dim=1))
             self._progress.set_postfix_str(f"loss {loss:.4f}, mean {mean_loss:.4f}", refresh=False)
             run.metrics(state.step, state.epoch, loss=loss, lr=lr, **self._speed.measured())
+        if self._check_every and state.step % self._check_every == 0:
+            self._check_replicas()
         if self._stop.after(state.step):
             self._leave()
         every = run.options.snapshot_every
@@ -144,9 +152,27 @@ class Loop:
 
     def save(self) -> None:
         """Write a snapshot of this step, unless there is one; pause the measurement of speed."""
+        if self._check_every:
+            self._check_replicas()
         self._speed.pause()
         self.state.metrics_bytes, self.state.metrics_sha256 = self.run.metrics_so_far()
         self.state.save(self.run.snapshots, self._identity, self.run.options.keep_snapshots)
+
+    def _check_replicas(self) -> None:
+        state, buffers = self.state, bool(self._identity.get("virtual_ranks"))
+        if self._checked_step != state.step:
+            self._checked_step = state.step
+            self.refuse(unlike_replicas(state.parts, state.step, buffers=buffers))
+
+    def refuse(self, difference: str) -> None:
+        """Raise TrainingError if the ranks found a `difference`; every rank calls this."""
+        if difference:
+            self.state.wait()
+            raise TrainingError(
+                f"{difference} (its device, memory or driver): run the same command to resume, on "
+                "another device if this happens again; last good snapshot: "
+                f"{snapshot_files.newest_name(self.run.snapshots)}"
+            )
 
     def after_epoch(self, result: Evaluation, state_dict: Callable[[], dict[str, Tensor]]) -> None:
         """Log the epoch, then move to the next one, or stop before it.

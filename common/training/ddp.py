@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from common.errors import InputError, multiples_near
+from common.options import free
 from common.seeds import rng_state, set_rng_state
 from common.training.models import has_trained_batch_norm
 
@@ -35,6 +36,12 @@ class ParallelOptions:
     gradient_compression: Literal["none", "bf16"] = "none"
     """Format in which gradients are sent; the weights keep their precision.
     bf16: half the bytes, rounded to 8 bits of mantissa."""
+    check_replicas: int = free(0)
+    """Steps between two comparisons of all ranks' weights and optimizer state [steps]; 0: none.
+    One more comes before each snapshot. Their hash is a XOR: two equal flips in a row cancel."""
+    audit: int = free(0)
+    """Steps between two audits [steps], with --virtual-ranks; 0: none.
+    All ranks compute one rank's gradients again and compare them. It takes about one step."""
 
     def __post_init__(self) -> None:
         """Refuse values and combinations that cannot work."""
@@ -43,6 +50,14 @@ class ParallelOptions:
             raise ValueError(f"--virtual-ranks must be at least 0: {shards}")
         if self.accumulate < 1:
             raise ValueError(f"--accumulate must be at least 1: {self.accumulate}")
+        for name in ("check_replicas", "audit"):
+            if (steps := getattr(self, name)) < 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 0: {steps}")
+        if self.audit and not shards:
+            raise ValueError(
+                "--audit needs --virtual-ranks: without it, another rank cannot compute the same "
+                "bits"
+            )
         if shards & (shards - 1):
             below = 2 ** (shards.bit_length() - 1)
             raise ValueError(

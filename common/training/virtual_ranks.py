@@ -33,14 +33,19 @@ from torch.utils._pytree import tree_map_only
 
 from common.errors import InputError, multiples_near
 from common.group.process_group import gloo_does_not_disturb, keep_until_exit
-from common.seeds import seed_torch
+from common.seeds import rng_state, seed_torch, set_rng_state
 from common.training.ddp import chunks
+from common.watch.replicas import fingerprint
 
 log = logging.getLogger("recipes")
 
 
 def use_virtual_ranks(
-    ddp: DistributedDataParallel, virtual_ranks: int, global_batch_size: int, timeout_s: float
+    ddp: DistributedDataParallel,
+    virtual_ranks: int,
+    global_batch_size: int,
+    timeout_s: float,
+    audit_every: int = 0,
 ) -> None:
     """Make `ddp` compute shards and add them along the tree. Call `seed_shards` before each step.
 
@@ -52,6 +57,7 @@ def use_virtual_ranks(
         virtual_ranks: V, the number of shards.
         global_batch_size: samples over all ranks.
         timeout_s: how long a rank waits for another rank.
+        audit_every: steps between two steps that `common.watch.replicas.audit` can look at, or 0.
 
     Raises:
         InputError: world_size does not divide V, or V does not divide the batch.
@@ -73,7 +79,7 @@ def use_virtual_ranks(
     if not torch.are_deterministic_algorithms_enabled():
         log.warning("--virtual-ranks gives the same bits on GPUs only with --deterministic")
     tree = Tree(virtual_ranks, timedelta(seconds=timeout_s))
-    ddp.module = _Shards(ddp.module, tree)
+    ddp.module = _Shards(ddp.module, tree, audit_every)
     ddp.broadcast_buffers = False  # the tree gives every rank the same buffers
     ddp.register_comm_hook(tree, Tree.average_bucket)
 
@@ -87,11 +93,11 @@ class Tree:
     """The sum over V shards: first over this rank's shards, then with one partner per level."""
 
     def __init__(self, shards: int, timeout: timedelta) -> None:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        world_size = dist.get_world_size()
         self.shards, self.shards_per_rank = shards, shards // world_size
-        self.first_shard = rank * self.shards_per_rank
         self._partners: list[dist.ProcessGroup] = []
         self._under_way: list[Iterator[None]] = []
+        self.sent: dict[Tensor, Tensor] | None = None  # fingerprints of gradients, in an audit
         distance = 1
         while distance < world_size:
             pairs = [[r, r + distance] for r in range(world_size) if not r & distance]
@@ -127,6 +133,9 @@ class Tree:
 
     def average_bucket(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """DDP's hook: the backward pass calls it when a bucket of gradients is full."""
+        if self.sent is not None:
+            gradients = zip(bucket.parameters(), bucket.gradients(), strict=True)
+            self.sent |= {parameter: fingerprint(gradient) for parameter, gradient in gradients}
         self.start(self.average(bucket.buffer()))
         if bucket.is_last():
             for average in self._under_way:
@@ -143,10 +152,12 @@ class _Shards(nn.Module):
 
     seeds = (0, 0)
 
-    def __init__(self, model: nn.Module, tree: Tree) -> None:
+    def __init__(self, model: nn.Module, tree: Tree, audit_every: int) -> None:
         super().__init__()
-        self.model, self._tree = model, tree
+        self.model, self._tree, self.audit_every = model, tree, audit_every
+        self.seen: dict[str, Any] = {}
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.trained = trained
         # The first shard uses the parameters themselves. Every other shard has its own tensors on
         # the same memory, so that autograd keeps the gradients of the shards apart.
         self._parameters_by_shard: list[dict[str, Tensor]] = [{}] + [
@@ -159,28 +170,66 @@ class _Shards(nn.Module):
 
     def forward(self, inputs: Any) -> Tensor:
         """The model's outputs (samples, ...) for this rank's inputs."""
-        outputs, buffers = [], []
+        buffers = dict(self.model.named_buffers())
+        audited = self.audit_every > 0 and (self.seeds[1] + 1) % self.audit_every == 0
+        seen: dict[str, Any] = {}
+        if audited:
+            before = {name: buffer.clone() for name, buffer in buffers.items()}
+            seen |= {"inputs": inputs, "buffers": before, "sent": {}}
+        self.seen, self._tree.sent = seen, seen.get("sent")
+        out, by_shard = self._run(inputs, dist.get_rank(), self._parameters_by_shard, buffers)
+        self._tree.start(self._average_buffers(by_shard))
+        # The loss is the mean over the rank's samples, a shard's gradient that of the shard's mean.
+        if out.requires_grad:
+            out.register_hook(lambda gradient: gradient * self._tree.shards_per_rank)
+            if audited:
+                out.register_hook(partial(seen.__setitem__, "output_gradient"))
+        return out
+
+    def gradients_again(
+        self, rank: int, inputs: Any, gradient: Tensor, autocast: torch.autocast
+    ) -> list[Tensor]:
+        """What `rank` sends in this step, from its inputs and the gradient of its outputs.
+
+        Nothing that training uses changes. `autocast` is the context that training uses.
+        """
+        random_state = rng_state()
+        by_shard = [
+            {name: p.detach().requires_grad_() for name, p in self.trained.items()}
+            for _ in range(self._tree.shards_per_rank)
+        ]
+        with autocast:
+            out, _ = self._run(inputs, rank, by_shard, self.seen["buffers"])
+        parameters = [parameter for own in by_shard for parameter in own.values()]
+        terms = torch.autograd.grad(out, parameters, gradient)
+        set_rng_state(random_state)
+        count = len(self.trained)
+        return [self._tree.add_own(terms[number::count]) for number in range(count)]
+
+    def _run(
+        self,
+        inputs: Any,
+        rank: int,
+        parameters_by_shard: Sequence[dict[str, Tensor]],
+        buffers: dict[str, Tensor],
+    ) -> tuple[Tensor, list[dict[str, Tensor]]]:
+        """The outputs of one rank's shards, and each shard's buffers after it."""
+        outputs, by_shard = [], []
         parts = chunks(inputs, self._tree.shards_per_rank)
         device = next(self.model.parameters()).device
-        for number, (part, parameters) in enumerate(
-            zip(parts, self._parameters_by_shard, strict=True)
-        ):
-            own = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-            shard = self._tree.first_shard + number
+        for number, (part, parameters) in enumerate(zip(parts, parameters_by_shard, strict=True)):
+            own = {name: buffer.clone() for name, buffer in buffers.items()}
+            shard = rank * self._tree.shards_per_rank + number
             seed_torch(device, *self.seeds, shard, self._tree.shards)
             # Kernels may add in another order at a less aligned address. A copy is aligned as in a
             # process with one shard.
             part = tree_map_only(Tensor, torch.clone, part) if len(parts) > 1 else part
             outputs.append(functional_call(self.model, {**parameters, **own}, (part,)))
-            buffers.append(own)
-        self._tree.start(self._average_buffers(buffers))
+            by_shard.append(own)
         out = torch.cat(outputs)
         if out.dtype != torch.float64:
-            out = out.float()  # the factor below could overflow or underflow in 16 bits
-        # The loss is the mean over the rank's samples, a shard's gradient that of the shard's mean.
-        if out.requires_grad:
-            out.register_hook(lambda gradient: gradient * len(parts))
-        return out
+            out = out.float()  # the factor of the hook could overflow or underflow in 16 bits
+        return out, by_shard
 
     def _add_other_shards(self, name: str, gradient: Tensor) -> Tensor:
         """Hook of the first shard, whose backward pass is the last: autograd goes backwards."""

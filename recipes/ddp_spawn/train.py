@@ -54,6 +54,7 @@ from common.training.evaluate import evaluate
 from common.training.models import ModelOptions, prepare_model, set_train_mode
 from common.training.optimizer import OptimizerOptions, make_optimizer, set_lr
 from common.training.virtual_ranks import seed_shards, use_virtual_ranks
+from common.watch.replicas import audit
 
 NAME = "ddp_spawn"
 
@@ -108,14 +109,16 @@ def train(config: Config, ranks: Ranks) -> None:
         )
         set_comm_hook(ddp, parallel)
         if parallel.virtual_ranks:  # the same bits on any number of processes
-            use_virtual_ranks(ddp, parallel.virtual_ranks, batch_size, config.run.timeout_s)
+            use_virtual_ranks(
+                ddp, parallel.virtual_ranks, batch_size, config.run.timeout_s, parallel.audit
+            )
 
         # optimizer
         optimizer = make_optimizer(model.parameters(), options, scaled=scaler.is_enabled())
 
         # resume
         parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer, "scaler": scaler}
-        loop = Loop(run, parts, options, batches, data)
+        loop = Loop(run, parts, options, batches, data, check_replicas=parallel.check_replicas)
         if not loop.resume():
             return
         set_train_mode(model)
@@ -135,6 +138,8 @@ def train(config: Config, ranks: Ranks) -> None:
                     with autocast:
                         losses.append(cross_entropy(ddp(images), labels, reduction="none"))
                     scaler.scale(losses[-1].sum() / batches.batch_size_per_rank).backward()
+                if parallel.audit:
+                    loop.refuse(audit(ddp.module, autocast))
                 if options.clip_grad_norm:
                     scaler.unscale_(optimizer)  # the norm is that of the true gradients
                     torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_grad_norm)

@@ -49,6 +49,7 @@ class Fault:
     options: tuple[str, ...] = ()
     recipes: tuple[str, ...] = tuple(RECIPES)
     rank: int = 1
+    at: int = AT
     act: Callable[[Any, Path], None] | None = None
     """Causes the fault from outside, during training. None: the rank itself causes it."""
     step_s: float = 0.0
@@ -71,6 +72,25 @@ def interrupted(process: Any, _folder: Path) -> None:
 
 HERE = re.escape(socket.gethostname())
 DDP = ("ddp_launch", "ddp_spawn")
+FLIPS = {
+    f"flips a bit of a {where} (rank {rank})": Fault(
+        rf"error: rank \d on {HERE}: \S+.* differs .*, at fault: {at_fault}.*"
+        r"last good snapshot: step_00000004",
+        options=options,
+        recipes=("ddp_launch",),
+        rank=rank,
+        at=at,
+    )
+    for rank in (0, 1)
+    for where, options, at_fault, at in (
+        *(
+            (held, ("--check-replicas", "100"), f"rank 0 on {HERE} or rank 1 on {HERE}", AT)
+            for held in ("weight", "momentum")
+        ),
+        # With --audit 1, the part of rank 1 is computed again in odd steps.
+        ("gradient", ("--virtual-ranks", "2", "--audit", "1"), rf"rank {rank} on \S+ \(", 7 - rank),
+    )
+}
 FAULTS = {
     "raises": Fault(rf"error: rank 1 on {HERE}: a bug of this test"),
     "exits": Fault(rf"error: rank 1 on {HERE} exited with status 7"),
@@ -95,6 +115,7 @@ FAULTS = {
     "has a loss that is not finite": Fault(
         rf"error: rank \d on {HERE}: the loss is not finite on rank 1 by step 6", recipes=DDP
     ),
+    **FLIPS,
     "sees the clock go back": Fault("", status=0, rank=0),
     "Ctrl-C": Fault("", status=130, act=interrupted, step_s=0.1, options=("--num-workers", "1")),
     "SIGTERM twice": Fault(
@@ -196,7 +217,8 @@ def test_a_rank(
     command = scene.recipe.command(name, *options, "--timeout-s", str(TIMEOUT_S))
     env = {**scene.env, "STEP_S": str(expected.step_s)}
     if expected.act is None:
-        env |= {"FAULT": fault, "FAULT_STEP": str(AT), "FAULT_RANK": str(expected.rank)}
+        env |= {"FAULT": fault, "FAULT_STEP": str(expected.at)}
+        env |= {"FAULT_RANK": str(expected.rank)}
     process = scene.recipe.start(*command, env=env)
     if expected.act:
         wait_for(lambda: list(scene.folder.glob("snapshots/step_*4.*.pt")))

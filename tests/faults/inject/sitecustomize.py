@@ -41,6 +41,10 @@ def happen(loop: Any, losses: Any) -> None:
         loop.state.parts["model"].fc.forward = lambda x: x[:, :10]
     if fault == "has a loss that is not finite":
         losses.fill_(float("inf"))
+    if fault.startswith("flips a bit of a "):
+        from tests.faults.flips import plant
+
+        plant(loop, fault.split()[5].strip(","))
     if fault == "sees the clock go back":
         now = time.time
         time.time = lambda: now() - 3600

@@ -1,0 +1,121 @@
+"""Whether all ranks hold the same bits, and whether they compute them.
+
+Replicas start with the same bits and take the same steps, so a difference is a fault: of a device,
+of memory or of a driver. It raises no error by itself.
+
+Source: Dixit et al. 2021, "Silent Data Corruptions at Scale" (arXiv 2102.11245).
+"""
+
+import socket
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from common.group.collectives import broadcast, gather
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """A hash of all bits, int64 (), on the tensor's device.
+
+    It is the XOR of each row (first dimension), and a sum of the rows with a weight for each. It
+    cannot see an even number of equal flips within a row, nor elements of a row that swap places.
+    """
+    bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
+    rows = torch.hash_tensor(bits.flatten(1) if bits.dim() > 1 else bits.reshape(-1, 1), dim=1)
+    weights = 2 * torch.arange(len(rows), device=rows.device) + 1
+    return (rows.view(torch.int64) * weights).sum()
+
+
+def unlike_replicas(parts: Mapping[str, Any], step: int, *, buffers: bool) -> str:
+    """Compare all ranks' parameters and optimizer states; every rank calls this.
+
+    Args:
+        parts: "model" (unwrapped) and "optimizer".
+        step: after which the ranks compare them, for the message.
+        buffers: compare the model's buffers, too. Without virtual ranks they differ by design until
+            DDP sends rank 0's with the next forward pass.
+
+    Returns:
+        Which tensor differs and which rank is at fault; empty if nothing differs.
+    """
+    held = dict(_held(parts["model"], parts["optimizer"], buffers=buffers))
+    votes = _gathered([fingerprint(value) for value in held.values()])
+    return _verdict(
+        f"differs between ranks after step {step}", list(held), votes, range(len(votes))
+    )
+
+
+def audit(shards: Any, autocast: torch.autocast) -> str:
+    """Let all ranks compute one rank's gradients of this step again; every rank calls this.
+
+    Call it after the backward pass, before the gradients are used. It computes again from the
+    rank's inputs and the gradient of its outputs. It changes nothing that training uses.
+
+    Args:
+        shards: DDP's module after `use_virtual_ranks`.
+        autocast: the context that training uses.
+
+    Returns:
+        Which gradient differs and which rank is at fault; empty if nothing differs, or if this step
+        is not audited.
+    """
+    if not (seen := shards.seen):
+        return ""
+    step, world_size = shards.seeds[1] + 1, dist.get_world_size()
+    owner = step // shards.audit_every % world_size
+    mine: Any = (seen["inputs"], seen["output_gradient"]) if dist.get_rank() == owner else ()
+    mine = tree_map_only(Tensor, lambda x: x.to("cpu", copy=True), mine)
+    device = seen["output_gradient"].device
+    inputs, gradient = tree_map_only(Tensor, lambda x: x.to(device), broadcast(mine, owner))
+    again = shards.gradients_again(owner, inputs, gradient, autocast)
+    shards.seen = {}
+    sent = [seen["sent"][parameter] for parameter in shards.trained.values()]
+    both = _gathered([*sent, *map(fingerprint, again)])
+    votes = torch.cat([both[[owner], : len(sent)], both[:, len(sent) :]])
+    names = [f"{name.removeprefix('_orig_mod.')}'s gradient" for name in shards.trained]
+    what = f"differs when all ranks compute rank {owner}'s part of step {step} again"
+    return _verdict(what, names, votes, [owner, *range(world_size)])
+
+
+def _held(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, buffers: bool
+) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_buffers() if buffers else ()
+    for name, parameter in model.named_parameters():
+        yield name, parameter
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                yield f"{name} ({key})", value
+
+
+def _gathered(fingerprints: Sequence[Tensor]) -> Tensor:
+    """Every rank's fingerprints on every rank: (world_size, number), int64, on the CPU."""
+    mine = torch.stack([value.to(fingerprints[0].device) for value in fingerprints]).cpu()
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
+    return torch.stack(rows)
+
+
+def _verdict(what: str, names: Sequence[str], votes: Tensor, voters: Iterable[int]) -> str:
+    """The first tensor that differs and the ranks at fault; empty if all votes are equal.
+
+    A rank is at fault if its vote is not that of the majority, which needs two ranks or more.
+    """
+    ballots = list(zip(voters, map(tuple, votes.tolist()), strict=True))
+    usual, count = Counter(vote for _, vote in ballots).most_common(1)[0]
+    if count == len(ballots):
+        return ""
+    unlike = (votes != votes[0]).any(0).nonzero().flatten().tolist()
+    more = f" (and {len(unlike) - 1} more)" if len(unlike) > 1 else ""
+    known = 2 * count > len(ballots) and len({rank for rank, vote in ballots if vote == usual}) > 1
+    faulty = sorted({rank for rank, vote in ballots if vote != usual or not known})
+    hosts = gather(socket.gethostname())
+    who = (" and " if known else " or ").join(f"rank {rank} on {hosts[rank]}" for rank in faulty)
+    return f"{names[unlike[0]]}{more} {what}, at fault: {who}"
