@@ -74,8 +74,8 @@ def test_a_failure_is_followed_by_a_start_from_the_newest_snapshot(
 ) -> None:
     status, starts = play(3, (7, 4, 1), (5, 8, 1), (6, 0, 0))
     assert (status, starts.processes) == (0, [4, 4, 4])
-    costs = [said.split(" s and ")[1] for said in starts.said if said]
-    assert costs == ["3 steps lost; it goes on at step 5", "1 steps lost; it goes on at step 9"]
+    costs = [said.split(" s, ")[1] for said in starts.said if said]
+    assert costs == ["steps done again: 3, now at step 5", "steps done again: 1, now at step 9"]
     assert capsys.readouterr().err.splitlines() == [
         "restart 1 of 3: from step_00000004.pt on 4 processes",
         "restart 2 of 3: from step_00000008.pt on 4 processes",

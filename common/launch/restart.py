@@ -48,7 +48,7 @@ def record(folder: Path, step: int = 0, resumed_from: int = 0) -> str:
     if before.pid in (0, now.pid):
         return ""
     lost_s, lost = now.time_s - before.time_s, before.step - resumed_from
-    return f"restarted: {lost_s:.1f} s and {lost} steps lost; it goes on at step {step}"
+    return f"restarted: lost {lost_s:.1f} s, steps done again: {lost}, now at step {step}"
 
 
 def with_restarts(start: Callable[[int], int], nproc: int, options: LaunchOptions) -> int:

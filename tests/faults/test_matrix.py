@@ -257,7 +257,7 @@ def test_a_rank_is_killed_and_restarted(
     assert (result.sha, result.losses) == (whole.sha, whole.losses)
     assert len(result.errors) == len(steps), result.stderr
     assert all("was killed by SIGKILL" in line for line in result.errors)
-    found = re.findall(r"(?m)^restarted: (\S+) s and (\d+) steps lost", result.stdout)
+    found = re.findall(r"(?m)^restarted: lost (\S+) s, (steps done again: \d+)", result.stdout)
     assert len(found) == len(steps)
     rows.append(
         {
@@ -265,7 +265,7 @@ def test_a_rank_is_killed_and_restarted(
             "recipe": name,
             "seconds": max(float(seconds) for seconds, _ in found),
             "status": result.status,
-            "first_line": f"restarted: {found[0][0]} s and {found[0][1]} steps lost",
+            "first_line": f"restarted: lost {found[0][0]} s, {found[0][1]}",
             "resumed_from": result.summary["resumed_from"],
         }
     )
