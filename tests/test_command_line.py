@@ -528,8 +528,9 @@ def test_a_run_keeps_its_environment_while_make_venv_renews_it(recipe: Recipe) -
     packages = next((copy / ".venv").glob("lib/python*/site-packages"))
     (packages / "of_this_environment.py").touch()
     run = recipe.start("make", "-C", copy, "run", "RECIPE=x")
-    assert run.stdout
-    wait_for(lambda: run.stdout.readline().startswith(".venv"))
+    printed = run.stdout
+    assert printed
+    wait_for(lambda: printed.readline().startswith(".venv"))
     lock.write_text("# second\n")
     renewed = make("venv").assert_ok()
     swapped.touch()

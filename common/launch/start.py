@@ -236,8 +236,8 @@ def supervise(children: Sequence[Child], reports: Reports) -> int:
 
     for number in STOP_SIGNALS:
         signal.signal(number, forward)
-    for number in tuple(forwarded):  # it came between a failure and this restart
-        forward(number, None)
+    for came in tuple(forwarded):  # between a failure and this restart
+        forward(came, None)
     try:
         while pending:
             for child in list(pending.values()):

@@ -250,7 +250,7 @@ def test_a_rank_is_killed_and_restarted(
     whole = recipe(name, *options, folder="whole").assert_ok()
     command = scene.recipe.command(name, *options, "--restarts", str(len(steps)))
     env = {**scene.env, "KILLS": " ".join(map(str, steps))}
-    result = scene.recipe.finish(scene.recipe.start(*command, env=env), scene.folder)
+    result = scene.recipe.finish(scene.recipe.start(*command, env=env), scene.folder, 400)
     scene.wait_until_gone(time.monotonic(), 30)
     result.assert_ok()
     assert len(list(scene.mark.parent.glob("mark*"))) == len(steps), "every fault has happened"
