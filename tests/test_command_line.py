@@ -409,6 +409,7 @@ def test_a_request_to_stop_ends_an_evaluation(recipe: Recipe, reference: Result)
     assert ends[0] == ends[1], "every epoch once"
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_ends_the_check_of_images(recipe: Recipe) -> None:
     seen, photos = recipe.tmp_path / "seen", flowers(recipe.tmp_path / "photos", 20)
     env = {**INJECTED, "IMAGE_S": "0.5", "SEEN": str(seen), "XDG_CACHE_HOME": str(recipe.tmp_path)}

@@ -241,6 +241,7 @@ KILLS = {
 """The steps after which a rank is killed."""
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("name", "kills"), [(name, kills) for name in DDP for kills in KILLS])
 def test_a_rank_is_killed_and_restarted(
     scene: Scene, recipe: Recipe, rows: list[dict[str, Any]], name: str, kills: str
