@@ -24,7 +24,8 @@ INSTALLED :=
 INSTALLED_DEV :=
 INSTALLED_PEERS :=
 else
-PYTHON := $(VENV)/bin/python
+# Not by the link's name: a run imports from the same folder until its end, whatever `make venv` does.
+PYTHON = $(shell readlink $(VENV) || echo $(VENV))/bin/python
 INSTALLED := venv
 INSTALLED_DEV := venv-dev
 INSTALLED_PEERS := venv-peers
@@ -166,9 +167,13 @@ venv: ## Make or renew the Python environment (other targets do this by themselv
 	python3 -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
 		{ echo "error: python3 is $$(python3 --version): 3.11 to 3.13 is needed" >&2; exit 2; }; \
 	echo "making $(VENV) from $(LOCK): some minutes and 6 GB, once"; \
-	python3 -m venv --clear $(VENV); \
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check --require-hashes -r $(LOCK); \
-	cp $(LOCK) $(VENV)/lock.txt; }
+	new=$(VENV)-$$(sha256sum $(LOCK) | cut -c1-8); old=$$(readlink $(VENV) || true); \
+	cmp -s $(LOCK) $$new/lock.txt || { python3 -m venv --clear $$new; \
+	$$new/bin/python -m pip install -q --disable-pip-version-check --require-hashes -r $(LOCK); \
+	cp $(LOCK) $$new/lock.txt; }; \
+	test -L $(VENV) || test ! -d $(VENV) || { old=$(VENV)-old; mv -T $(VENV) $$old; }; \
+	ln -sfn $$new $(VENV).new; mv -T $(VENV).new $(VENV); \
+	test -z "$$old" || echo "$$old is left for the runs that use it: delete it after them"; }
 
 venv-dev venv-peers: venv-%: venv
 	@cmp -s docker/stacks/$*.txt $(VENV)/lock-$*.txt || { set -e; \

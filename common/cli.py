@@ -20,6 +20,7 @@ from common.hints import hint
 from common.launch.process import python_path, run_rank
 from common.launch.ranks import Ranks, resolve
 from common.launch.report import report, say
+from common.launch.restart import with_restarts
 from common.launch.start import LaunchOptions, launch
 from common.stack import check_versions
 
@@ -44,9 +45,11 @@ def start(name: str, arguments: Sequence[str]) -> int:
             with _input_errors():
                 options = _tyro(name, LaunchOptions, given, return_unknown_args=True)[0]
             nproc = options.processes
-            if options.nnodes * nproc > 1 and not (options.compare or options.check):
+            several = options.nnodes * nproc > 1 or options.restarts
+            if several and not (options.compare or options.check):
                 _warn_of_idle_nodes(options)
-                return launch(["-m", "recipes", name, *given], nproc, options)
+                command = ["-m", "recipes", name, *given]
+                return with_restarts(lambda n: launch(command, n, options), nproc, options)
     except InputError as error:
         return report(error, Ranks())
     # Imported modules hold no garbage, but searching them takes 15 % of a start's CPU time.
@@ -85,6 +88,8 @@ def run(
         ranks, arguments = _resolve(sys.argv[1:] if arguments is None else arguments)
         options, config = parse(name, config_class, arguments)
         check_versions()
+        if options.shrink:
+            _refuse_to_shrink(config)
         if options.compare:
             _compare(name, arguments, ranks)
         alone = ranks.launcher == "none"
@@ -97,13 +102,14 @@ def run(
             raise InputError(f"{name} starts processes on one host only: use ddp_launch")
         if options.check:
             return STATUS_FINISHED
-        if alone and needed != 1:
+        if alone and (needed != 1 or options.restarts):
             _warn_of_idle_nodes(options)
             nproc = needed // options.nnodes if needed else options.processes
             if spawn:
-                return spawn(config, nproc, options.port)
-            if options.nnodes * nproc > 1:
-                return launch(["-m", "recipes", name, *arguments], nproc, options)
+                return with_restarts(lambda n: spawn(config, n, options.port), nproc, options)
+            if options.nnodes * nproc > 1 or options.restarts:
+                command = ["-m", "recipes", name, *arguments]
+                return with_restarts(lambda n: launch(command, n, options), nproc, options)
     except InputError as error:
         return refuse(error, ranks)
 
@@ -150,7 +156,12 @@ def _refuse_wrong_number(
                 f"{name} with these options needs {what}, but {ranks.launcher} started "
                 f"{ranks.world_size}"
             )
-        if options.nproc not in (None, ranks.local_world_size):
+        if options.restarts and ranks.launcher != "recipes":
+            raise InputError(
+                f"--restarts {options.restarts}, but {ranks.launcher} started this process, and "
+                "only a launcher can restart: use torchrun --max-restarts or Slurm's --requeue"
+            )
+        if options.nproc not in (None, ranks.local_world_size) and not options.shrink:
             raise InputError(
                 f"--nproc {options.nproc}, but this process is already one of "
                 f"{ranks.local_world_size} that {ranks.launcher} started here: leave it out"
@@ -161,6 +172,17 @@ def _refuse_wrong_number(
         raise InputError(
             f"--nproc {options.nproc}, but {name} with these options needs {what}, whatever the "
             "number of devices: leave it out"
+        )
+
+
+def _refuse_to_shrink(config: Any) -> None:
+    """Raise InputError unless fewer processes give the same bits."""
+    if not getattr(getattr(config, "parallel", None), "virtual_ranks", 0):
+        raise InputError("--shrink needs --virtual-ranks: fewer processes would give other bits")
+    if config.optimizer.batch_size_per_rank:
+        raise InputError(
+            "--shrink needs --global-batch-size: with --batch-size-per-rank, fewer processes would "
+            "train on smaller batches"
         )
 
 

@@ -70,7 +70,7 @@ rm -f "$RECIPES_STOP_MARK"
 in_container=() in_container_srun=()
 case ${CONTAINER:-} in
 '')
-    PYTHON=${PYTHON:-$root/.venv/bin/python}
+    PYTHON=${PYTHON:-$(readlink -f "$root/.venv")/bin/python}
     [[ -x $(command -v "$PYTHON") ]] ||
         fail "no environment: there is no $PYTHON; run 'make venv' in $root, or give PYTHON"
     ;;

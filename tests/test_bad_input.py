@@ -75,6 +75,14 @@ def assert_refused(pool: Pool, says: str, *options: str | Path, name: str = "ddp
         ("--audit 5", "--audit needs --virtual-ranks"),
         ("--master-port 70000", "65535"),
         ("--nnodes 2", "--master-addr"),
+        ("--restarts -1", "--restarts must be at least 0"),
+        ("--restarts 2 --nnodes 2 --master-addr 10.0.0.1", "torchrun --max-restarts, or .* Slurm"),
+        ("--shrink --virtual-ranks 2", "--shrink needs --restarts"),
+        ("--shrink --restarts 2", "--shrink needs --virtual-ranks: fewer processes would give"),
+        (
+            "--shrink --restarts 2 --virtual-ranks 2 --batch-size-per-rank 8",
+            "--shrink needs --global-batch-size",
+        ),
     ],
 )
 def test_options_that_cannot_work(pool: Pool, options: str, says: str) -> None:
@@ -358,3 +366,6 @@ def test_unknown_recipes_and_nproc_where_there_are_ranks(recipe: Recipe) -> None
     result = recipe("ddp_launch", "--nproc", "4", env={"RANK": "0", "WORLD_SIZE": "1"})
     assert result.status == 2
     assert "already one of 1" in result.errors[0]
+    result = recipe("ddp_launch", "--restarts", "4", env={"RANK": "0", "WORLD_SIZE": "1"})
+    assert (result.status, len(result.errors)) == (2, 1)
+    assert "torchrun started this process, and only a launcher can restart" in result.errors[0]

@@ -4,10 +4,12 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import stat
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from tests.test_data import flowers, photo
 PLANTED = "hf_planted0123456789"
 OPTIONS = ("--epochs", "6", "--log-every", "5", "--snapshot-every", "4")
 STEPS = 6 * 14
+INJECTED = {"PYTHONPATH": f"{ROOT / 'tests' / 'faults' / 'inject'}:{ROOT}"}
 
 
 @pytest.fixture(scope="module")
@@ -301,6 +304,16 @@ def ranks_of(parent: int) -> dict[int, int]:
     return found
 
 
+def rank_below(launcher: int, rank: int) -> int:
+    """Process id of a rank that trains; a spawned rank is found by its log, which it holds open."""
+    for pid in children(launcher):
+        with suppress(OSError):
+            links = [str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+            if any(link.endswith(f"/logs/rank_{rank}.log") for link in links):
+                return pid
+    raise AssertionError(f"no rank {rank}")
+
+
 @pytest.mark.parametrize(
     ("name", "number"),
     [
@@ -339,6 +352,80 @@ def test_a_signal_to_the_whole_session_spares_the_loading_processes(
     stopped = recipe.finish(process, recipe.tmp_path / "run")
     assert (stopped.status, stopped.errors) == (75, []), stopped.stderr
     assert_same(recipe.finish(recipe.start(*command), recipe.tmp_path / "run"), reference)
+
+
+@pytest.mark.parametrize("name", ["ddp_launch", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
+def test_killed_ranks_are_restarted_in_the_same_folder(
+    recipe: Recipe, reference: Result, name: str
+) -> None:
+    """Without --output-dir, the folder's name is chosen once."""
+    command = [sys.executable, "-m", "recipes", name, *OPTIONS, "--resume", "never"]
+    process = recipe.start(*command, "--restarts", "2", env={**INJECTED, "STEP_S": "0.02"})
+    runs = recipe.tmp_path / "runs" / name
+    folder = wait_for(lambda: list(runs.glob("*/snapshots")))[0].parent
+    for victim, step in ((1, 8), (0, 40)):
+        wait_for_step(folder, step)
+        os.kill(rank_below(process.pid, victim), signal.SIGKILL)
+    result = recipe.finish(process, folder)
+    assert_same(result, reference)
+    assert list(runs.iterdir()) == [folder]
+    assert len(result.errors) == 2, "one for each failure"
+    assert re.findall(r"(?m)^restart (\d) of 2: from step_0000", result.stderr) == ["1", "2"]
+    lost = re.findall(r"(?m)^restarted: lost \d+\.\d s, steps done again: (\d+)", result.stdout)
+    assert len(lost) == 2
+    assert all(int(steps) <= 5 for steps in lost), "a snapshot is written every 4 steps"
+
+
+@pytest.mark.slow
+def test_restarted_on_as_many_processes_as_there_are_devices(recipe: Recipe) -> None:
+    """From 4 processes to 2, to 1, and to 4: the same bits as on 2 without a failure."""
+    options = (*OPTIONS, "--virtual-ranks", "4", "--log-every", "1")
+    whole = recipe("ddp_launch", *options, "--nproc", "2", folder="whole").assert_ok()
+    devices, folder = recipe.tmp_path / "devices", recipe.tmp_path / "run"
+    devices.write_text("4")
+    command = recipe.command("ddp_launch", *options, "--nproc", "4", "--restarts", "9", "--shrink")
+    env = {**INJECTED, "STEP_S": "0.02", "DEVICES": str(devices)}
+    process = recipe.start(*command, env=env)
+    for left, victim, step in ((2, 3, 4), (1, 1, 24), (4, 0, 44)):
+        wait_for_step(folder, step)
+        devices.write_text(str(left))
+        os.kill(rank_below(process.pid, victim), signal.SIGKILL)
+    result = recipe.finish(process, folder).assert_ok()
+    assert (result.sha, result.losses) == (whole.sha, whole.losses)
+    processes = re.findall(r"(?m)^restart \d of 9: .* on (\d) processes", result.stderr)
+    assert processes == list("424214")
+
+
+def test_a_request_to_stop_ends_an_evaluation(recipe: Recipe, reference: Result) -> None:
+    seen, folder = recipe.tmp_path / "seen", recipe.tmp_path / "run"
+    command = recipe.command("ddp_launch", *OPTIONS)
+    env = {**INJECTED, "EVALUATION_S": "0.3", "SEEN": str(seen)}
+    process = recipe.start(*command, env=env)
+    wait_for(seen.exists)
+    process.send_signal(signal.SIGTERM)
+    stopped = recipe.finish(process, folder)
+    assert (stopped.status, stopped.errors) == (75, []), stopped.stderr
+    assert "stopped after step 14: to resume, run the same command" in stopped.stdout
+    assert snapshot_steps(folder)[-1] == 14
+    assert len(seen.read_text()) < 12, "batches were left out"
+    assert all("val_loss" not in line for line in stopped.metrics)
+    result = recipe.finish(recipe.start(*command), folder)
+    assert_same(result, reference)
+    ends = [[x["val_loss"] for x in r.metrics if "val_loss" in x] for r in (result, reference)]
+    assert ends[0] == ends[1], "every epoch once"
+
+
+@pytest.mark.slow
+def test_a_request_to_stop_ends_the_check_of_images(recipe: Recipe) -> None:
+    seen, photos = recipe.tmp_path / "seen", flowers(recipe.tmp_path / "photos", 20)
+    env = {**INJECTED, "IMAGE_S": "0.5", "SEEN": str(seen), "XDG_CACHE_HOME": str(recipe.tmp_path)}
+    options = ("--data", "imagefolder", "--data-path", photos, "--model", "resnet18")
+    process = recipe.start(*recipe.command("ddp_launch", *options), env=env)
+    wait_for(seen.exists)
+    process.send_signal(signal.SIGTERM)
+    stopped = recipe.finish(process, recipe.tmp_path / "run")
+    assert (stopped.status, stopped.errors) == (75, []), stopped.stderr
+    assert len(seen.read_text()) < len(list(photos.rglob("*.*"))), "some were not checked"
 
 
 @pytest.mark.slow
@@ -422,6 +509,44 @@ def test_make_run_without_a_recipe_is_no_success(recipe: Recipe) -> None:
     assert result.status == 2
     assert result.errors == ["error: no recipe given: make run RECIPE=NAME"]
     assert "ddp_spawn" in result.stdout
+
+
+@pytest.mark.slow
+def test_a_run_keeps_its_environment_while_make_venv_renews_it(recipe: Recipe) -> None:
+    """With lock files that install nothing."""
+    need("make")
+    copy, swapped = recipe.tmp_path / "copy", recipe.tmp_path / "swapped"
+    lock = copy / "docker" / "stacks" / "cu132.txt"
+    lock.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "Makefile", copy)
+    (copy / "recipes").mkdir()
+    (copy / "recipes" / "__init__.py").touch()
+    (copy / "recipes" / "__main__.py").write_text(
+        "import sys, time, pathlib; print(pathlib.Path(sys.prefix).name, flush=True)\n"
+        f"while not pathlib.Path({str(swapped)!r}).exists(): time.sleep(0.05)\n"
+        "import of_this_environment\n"
+    )
+
+    def make(*words: str) -> Result:
+        return recipe.finish(recipe.start("make", "-C", copy, *words), copy)
+
+    lock.write_text("# first\n")
+    make("venv").assert_ok()
+    packages = next((copy / ".venv").glob("lib/python*/site-packages"))
+    (packages / "of_this_environment.py").touch()
+    run = recipe.start("make", "-C", copy, "run", "RECIPE=x")
+    printed = run.stdout
+    assert printed
+    wait_for(lambda: printed.readline().startswith(".venv"))
+    lock.write_text("# second\n")
+    renewed = make("venv").assert_ok()
+    swapped.touch()
+    recipe.finish(run, copy).assert_ok()
+    assert "is left for the runs that use it" in renewed.stdout
+    assert (copy / ".venv" / "lock.txt").read_text() == "# second\n"
+    lock.write_text("no-such-package==1 --hash=sha256:00\n")
+    assert make("venv").status == 2
+    assert (copy / ".venv" / "lock.txt").read_text() == "# second\n", "as it was"
 
 
 def test_make_help_is_the_default_goal_and_diff_ddp_is_short(recipe: Recipe) -> None:

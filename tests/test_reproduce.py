@@ -134,6 +134,7 @@ def test_verdicts() -> None:
     "typed",
     [
         "python -m recipes x --nproc 4 --lr 0.1 --output-dir 'a b' --name x",
+        "python -m recipes x --restarts 2 --shrink --lr 0.1 --name x",
         "python -P -m recipes.x.train --lr 0.1 --output_dir=c --name x --nnodes 2 --node-rank=1",
         "python recipes/x/train.py --seed 3 --lr 0.1 --resume auto --name x",
     ],

@@ -98,7 +98,7 @@ def command_again(run: Recorded, launched: str, nproc: int | None, folder: Path)
     }
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in [*(option.name for option in fields(LaunchOptions)), *replaced]:
-        parser.add_argument(*{f"--{option}", f"--{option.replace('_', '-')}"})
+        parser.add_argument(*{f"--{option}", f"--{option.replace('_', '-')}"}, nargs="?")
     _, kept = parser.parse_known_args(words[begin:])
     ranks = ["--nproc", str(nproc or manifest["world_size"])]
     arguments = [name, *(ranks if launched in ("ranks", "spawn") else []), *kept]

@@ -2,13 +2,19 @@
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from common.errors import STOP_SIGNALS
+from common.errors import STOP_SIGNALS, StopRequested
 from common.group.devices import synchronize
+
+
+def _leave() -> NoReturn:
+    raise StopRequested
 
 
 class StopAgreement:
@@ -23,11 +29,19 @@ class StopAgreement:
         devices: that do the steps. A step counts when they have done it: a GPU may have hundreds of
             steps still to do.
         interval_s: time between two agreements.
+        leave: raises StopRequested; a loop's own saves the state first.
     """
 
-    def __init__(self, devices: Sequence[torch.device] = (), interval_s: float = 1.0) -> None:
-        self.devices, self.interval_s = devices, interval_s
+    def __init__(
+        self,
+        devices: Sequence[torch.device] = (),
+        interval_s: float = 1.0,
+        leave: Callable[[], Any] = _leave,
+    ) -> None:
+        self.devices, self.interval_s, self.leave = devices, interval_s, leave
         self.requested: int | None = None
+        self._outer, self._group = self, dist.group.WORLD
+        _newest[:] = [self]
         self._last_step = -1
         self._next_step = 0
         self._since = time.monotonic()
@@ -35,6 +49,7 @@ class StopAgreement:
 
     def release(self) -> None:
         """Restore the signal handlers: no more agreements follow."""
+        _newest.clear()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -55,9 +70,22 @@ class StopAgreement:
         synchronize(*self.devices)
         now = time.monotonic()
         step_s = (now - self._since) / max(1, step - self._last_step)
-        agreement = torch.tensor([float(self.requested is not None), step_s], dtype=torch.float64)
+        asked = float(self._outer.requested is not None)
+        agreement = torch.tensor([asked, step_s], dtype=torch.float64)
         dist.all_reduce(agreement, op=dist.ReduceOp.MAX)
         stop, slowest_s = agreement.tolist()
         self._since, self._last_step = now, step
         self._next_step = step + max(1, int(self.interval_s / max(slowest_s, 1e-6)))
         return bool(stop)
+
+
+_newest: list[StopAgreement] = []
+
+
+def agreement_in_evaluation() -> StopAgreement | None:
+    """One on the same requests as the loop's, which counts batches; None outside of a loop."""
+    if not _newest or _newest[0]._group is not dist.group.WORLD:
+        return None
+    inner = copy(_newest[0])
+    inner._last_step, inner._next_step, inner._since = -1, 0, time.monotonic()
+    return inner

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,6 +48,12 @@ class LaunchOptions:
     """Address of host 0 that the other hosts can reach. None: MASTER_ADDR, or this host."""
     master_port: int | None = None
     """Port of host 0. None: MASTER_PORT, or on one host any free port."""
+    restarts: int = 0
+    """Restarts after a rank failed or was killed, each from the newest snapshot [restarts].
+    On one host; not after bad input or a stop signal. For several hosts: docs/watching.md."""
+    shrink: bool = False
+    """Half the processes after a restart that fails before its first step, all of them at the next
+    restart. Needs --restarts and --virtual-ranks, which give the same bits on fewer processes."""
     compare: bool = False
     """Instead of training, measure the recipe and its alternatives.
     For recipes with a compare.py. Result: a table, a figure and comparison.json in --output-dir."""
@@ -66,6 +73,15 @@ class LaunchOptions:
             raise ValueError(f"--node-rank {self.node_rank} must lie in 0..{self.nnodes - 1}")
         if self.nnodes > 1 and not self.address:
             raise ValueError("several hosts need --master-addr, host 0's address")
+        if self.restarts < 0:
+            raise ValueError(f"--restarts must be at least 0, got {self.restarts}")
+        if self.restarts and self.nnodes > 1:
+            raise ValueError(
+                "--restarts is for one host: on several hosts start the ranks with torchrun "
+                "--max-restarts, or let Slurm requeue the job (slurm/README.md)"
+            )
+        if self.shrink and not self.restarts:
+            raise ValueError("--shrink needs --restarts, the number of restarts")
         if not 0 <= self.port < 2**16:
             raise ValueError(f"--master-port must lie in 1..65535, got {self.port}")
 
@@ -118,22 +134,39 @@ class Reports(NamedTuple):
     """File in memory: the ranks' errors, one per line."""
     messages: int
     """Pipe: what the ranks' libraries write to stderr."""
+    written: int
+    """The pipe's other end."""
+
+
+def memory_file(name: str) -> Path:
+    """A file in memory that the ranks can open; gone when this process ends."""
+    not_executable = 8  # MFD_NOEXEC_SEAL: hardened kernels require it, old kernels refuse it
+    try:
+        number = os.memfd_create(name, os.MFD_CLOEXEC | not_executable)
+    except OSError:
+        number = os.memfd_create(name)
+    return Path(f"/proc/{os.getpid()}/fd/{number}")
+
+
+@cache
+def _places() -> Reports:
+    return Reports(memory_file("errors"), *os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
 
 
 def make_error_file() -> Reports:
-    """Make the places for the ranks' errors and messages; environment variables name them."""
-    not_executable = 8  # MFD_NOEXEC_SEAL: hardened kernels require it, old kernels refuse it
-    try:
-        number = os.memfd_create("errors", os.MFD_CLOEXEC | not_executable)
-    except OSError:
-        number = os.memfd_create("errors")
-    messages, written = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    file = Path(f"/proc/{os.getpid()}/fd/{number}")
+    """Make the places for the ranks' errors and messages; environment variables name them.
+
+    A restart gets the same places, emptied.
+    """
+    file, messages, written = reports = _places()
+    os.truncate(file, 0)
+    while _pass_on(messages):
+        pass
     os.environ["RECIPES_ERRORS"] = str(file)
     os.environ["RECIPES_MESSAGES"] = str(file.with_name(str(written)))
     os.environ["RECIPES_PARENT"] = str(os.getpid())
     os.environ["RECIPES_COMMAND"] = command_line()
-    return Reports(file, messages)
+    return reports
 
 
 def launch(arguments: Sequence[str], nproc: int, options: LaunchOptions) -> int:
@@ -176,6 +209,10 @@ def launch(arguments: Sequence[str], nproc: int, options: LaunchOptions) -> int:
     return supervise(children, reports)
 
 
+forwarded: set[int] = set()
+"""Stop signals that came to this process since its first ranks ran."""
+
+
 def supervise(children: Sequence[Child], reports: Reports) -> int:
     """Wait for ranks, pass stop signals on to them, and end them all once one fails.
 
@@ -189,7 +226,6 @@ def supervise(children: Sequence[Child], reports: Reports) -> int:
     pending = {child.rank: child for child in children}
     failed: list[tuple[int, int]] = []
     silent: dict[int, str] = {}  # ranks that were killed below, and what each was doing
-    forwarded: set[int] = set()
     said = ""  # by the ranks' libraries, most recently
     deadline = float("inf")
 
@@ -200,6 +236,8 @@ def supervise(children: Sequence[Child], reports: Reports) -> int:
 
     for number in STOP_SIGNALS:
         signal.signal(number, forward)
+    for came in tuple(forwarded):  # between a failure and this restart
+        forward(came, None)
     try:
         while pending:
             for child in list(pending.values()):

@@ -29,6 +29,7 @@ from common.files import (
 )
 from common.git import changes
 from common.group.collectives import agreed, broadcast
+from common.launch import restart
 from common.launch.ranks import Ranks
 from common.manifest import continued, describe_run
 from common.run.options import (
@@ -76,8 +77,10 @@ class Run:
         folder = self.options.output_dir
         with agreed():
             if ranks.is_main:
-                folder = folder or new_folder(Path("runs") / recipe)
+                restarted = restart.reached().folder
+                folder = folder or Path(restarted or new_folder(Path("runs") / recipe))
                 self._lock = _own(folder)
+                restart.record(folder)
         self.folder: Path = broadcast(folder)
         self.snapshots = self.folder / "snapshots"
         own = self.folder / "logs" / f"rank_{ranks.rank}.log"

@@ -18,6 +18,7 @@ from common.errors import StopRequested, TrainingError
 from common.files import save_weights, weights_sha256
 from common.group.collectives import gather_numbers
 from common.group.stop import StopAgreement
+from common.launch import restart
 from common.launch.report import say
 from common.run import snapshot, snapshot_files
 from common.run.folder import Run
@@ -74,13 +75,16 @@ class Loop:
         """
         run, state, seed = self.run, self.state, self.run.options.seed
         run.refuse_another_run()
-        found = snapshot_files.find(run.options.resume, run.snapshots, self._identity)
+        where = run.options.resume
+        if where == "never" and restart.reached().step:  # the run began, as it should
+            where = "auto"
+        found = snapshot_files.find(where, run.snapshots, self._identity)
         if run.finished(self.last_step, self.data, can_resume=found is not None):
             return False
         seed_everything(seed, run.ranks.rank)  # from here on each rank draws its own dropout
         if found:
             state.resume(found, seed)
-        self._resumed_from = state.step if found else None
+        self._begun, self._resumed_from = state.step, state.step if found else None
         run.begin(state, self.data, self.batches.global_batch_size)
         if state.best and run.ranks.is_main:  # the file may be of an epoch that is done again
             save_weights(state.best["weights"], run.folder / "best.pt")
@@ -92,7 +96,7 @@ class Loop:
     def epochs(self) -> range:
         """Begin to listen for stop signals; return the epochs still to do, counted from 0."""
         devices = self.run.devices
-        self._stop, self._speed = StopAgreement(devices), Throughput(devices)
+        self._stop, self._speed = StopAgreement(devices, leave=self._leave), Throughput(devices)
         if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is ignored
             signal.signal(signal.SIGINT, self._interrupt)
         self._progress = progress_bar(self.last_step, self.state.step, main=self.run.ranks.is_main)
@@ -130,6 +134,8 @@ class Loop:
         state.batch += 1
         state.step += 1
         self._speed.add(self.batches.global_batch_size)
+        if run.ranks.is_main and (cost := restart.record(run.folder, state.step, self._begun)):
+            log.info(cost)
         epoch = f"epoch {state.epoch + 1}/{self.options.epochs}"
         self._progress.set_description_str(epoch, refresh=False)
         self._progress.update()

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.errors import TrainingError
-from common.group.collectives import gather
+from common.group.collectives import gather, gather_numbers
+from common.group.stop import agreement_in_evaluation
 from common.terminal import progress_bar
 
 Scores = Mapping[str, Tensor] | None
@@ -59,6 +60,9 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate `model` on the batches that `common.data.stream.fixed_batches` gave to each rank.
 
+    If a signal asks the run to stop, all ranks leave after the same batch: the loop has saved its
+    state before, and a run that resumes evaluates again.
+
     Pass the model inside DDP: ranks may have different numbers of batches, and DDP's own forward
     would wait for the other ranks. In training, buffers such as BatchNorm's statistics differ by
     rank; here every rank takes those of rank 0, which are the ones that are saved.
@@ -81,7 +85,9 @@ def evaluate(
     names, seen, sums = [], 0, []
     own, main = length_hint(batches) or None, dist.get_rank() == 0
     bar = progress_bar(own, main=main, unit="batch", desc="evaluation", keep=False)
-    for batch in batches:
+    stop = agreement_in_evaluation()
+    on_all = int(gather_numbers(torch.tensor(float(own or 0))).min()) if stop else 0
+    for number, batch in enumerate(batches, 1):
         if scores := score(model, batch):
             names = list(scores)
             by_metric = torch.stack([values.double() for values in scores.values()])
@@ -90,6 +96,9 @@ def evaluate(
             seen += by_metric.shape[1]
             sums.append(by_metric.sum(1))
         bar.update()
+        if stop and number < on_all and stop.after(number):
+            bar.close()
+            stop.leave()
     bar.close()
     for module in trained:
         module.training = True

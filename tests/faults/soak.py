@@ -6,6 +6,10 @@ the run's folder is deleted, cut or filled with garbage. The run must go on, or 
 and name the file, which is then put back. Nothing may be lost: metrics.jsonl has every step once,
 in order, and the weights are those of a run that was never interrupted. The ranks are forked from a
 process that has imported everything, so that a start takes a fraction of a second.
+
+With `ARGS=--restarts` the launcher's own `--restarts` and `--shrink` go on after each kill, over 4,
+2, 1 and 4 processes: a rank beyond the devices that are there dies at its start, which stands in
+for a device that does not come back.
 """
 
 import argparse
@@ -14,6 +18,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -21,6 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
@@ -35,14 +41,20 @@ from common.files import read_metrics, weights_sha256, write_json
 from common.launch.port import listen
 from common.launch.process import run_rank
 from common.launch.ranks import Ranks
+from common.launch.restart import with_restarts
+from common.launch.start import Child, LaunchOptions, make_error_file, supervise
 from common.machine import describe_machine
 from common.run.options import RunOptions
 from common.terminal import progress_bar
+from common.training.ddp import ParallelOptions
 from common.training.optimizer import OptimizerOptions
 from recipes.ddp_launch.train import Config, train
 
 RESULT = Path(__file__).parent / "results" / "soak.json"
 WORLDS = (2, 3)
+RESTARTED = Path(__file__).parent / "results" / "soak_restarts.json"
+DEVICES = (4, 2, 1)
+"""Devices that are there, one after another, when ranks restart. The first number is V, too."""
 EPOCHS = 2
 STEPS = 28
 PATIENCE_S = 60
@@ -51,11 +63,18 @@ _INTERRUPTED = {0, 1, 75, -signal.SIGKILL, -signal.SIGTERM}
 """Statuses after an interruption; a rank without a handler yet ends of SIGTERM itself."""
 
 
-def be_rank(rank: int, world_size: int, store: Any, config: Config, log: Path) -> None:
-    """Train as one rank; stdout and stderr go to `log`."""
-    out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+def log_to(file: Path) -> None:
+    """Append stdout and stderr of this process to a file."""
+    out = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(out, 1)
     os.dup2(out, 2)
+
+
+def be_rank(rank: int, world_size: int, store: Any, config: Config, log: Path) -> None:
+    """Train as one rank; stdout and stderr go to `log`."""
+    log_to(log)
+    if (devices := devices_of(log)).exists() and rank >= int(devices.read_text()):
+        os.kill(os.getpid(), signal.SIGKILL)
     address, port = store.getsockname()
     fd = store.fileno() if rank == 0 else None
     ranks = Ranks(rank, rank, world_size, world_size, "soak", address, port, listen_fd=fd)
@@ -69,14 +88,21 @@ def said(folder: Path) -> Path:
     return folder.with_suffix(".txt")
 
 
-def start(world_size: int, folder: Path) -> list[ForkProcess]:
-    """Start or resume the run in `folder`."""
+def devices_of(log: Path) -> Path:
+    """The file with the number of devices, for the run with that log."""
+    return log.with_suffix(".devices")
+
+
+def start(world_size: int, folder: Path, shards: int = 0) -> list[ForkProcess]:
+    """Start or resume the run in `folder`; its global batch has `shards` (--virtual-ranks)."""
     config = Config(
         run=RunOptions(output_dir=folder, log_every=1, snapshot_every=2, timeout_s=20),
-        optimizer=OptimizerOptions(epochs=EPOCHS),
+        optimizer=OptimizerOptions(epochs=EPOCHS, global_batch_size=96 if shards else None),
+        parallel=ParallelOptions(virtual_ranks=shards),
     )
     context = multiprocessing.get_context("fork")
-    said(folder).unlink(missing_ok=True)
+    if not shards:
+        said(folder).unlink(missing_ok=True)
     with listen("127.0.0.1", 0) as store:
         processes = [
             context.Process(target=be_rank, args=(rank, world_size, store, config, said(folder)))
@@ -208,6 +234,91 @@ def named(file: Path, line: str) -> bool:
     return str(file.parent) in line and (file.name in line or file.parent.name == "snapshots")
 
 
+def be_launcher(folder: Path) -> None:
+    """Start the ranks of the run in `folder` as `--nproc 4 --restarts 99 --shrink` does."""
+    log_to(said(folder))
+
+    def ranks(nproc: int) -> int:
+        reports = make_error_file()
+        processes = enumerate(start(nproc, folder, DEVICES[0]))
+        return supervise(
+            [Child(r, p.pid or 0, partial(getattr, p, "exitcode")) for r, p in processes], reports
+        )
+
+    os._exit(with_restarts(ranks, DEVICES[0], LaunchOptions(restarts=99, shrink=True)))
+
+
+def play_restarts(folder: Path, dice: random.Random, usual_s: float, sha: str) -> Counter[str]:
+    """One round: ranks are killed, and devices come and go; counts what happened.
+
+    Raises:
+        RuntimeError: a process does not end, or ends with an unexpected status; or something is
+            missing at the end.
+    """
+    happened: Counter[str] = Counter()
+    devices, most = devices_of(said(folder)), dice.randint(1, 6)
+    while True:
+        devices.write_text(str(DEVICES[0]))
+        launcher = multiprocessing.get_context("fork").Process(target=be_launcher, args=(folder,))
+        launcher.start()
+        asked = False
+        while happened["interruptions"] < most and not wait([launcher], dice.uniform(0, usual_s)):
+            happened["interruptions"] += 1
+            there = DEVICES[happened["interruptions"] % len(DEVICES)]
+            devices.write_text(str(there))
+            asked = dice.random() < 0.1
+            children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+            victims = [int(pid) for pid in children.read_text().split()] if not asked else []
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                if asked:
+                    os.kill(launcher.pid or 0, signal.SIGTERM)
+                    break
+                if victims:
+                    os.kill(dice.choice(victims), signal.SIGKILL)
+        if not wait([launcher], PATIENCE_S):
+            launcher.kill()
+            raise RuntimeError(f"not ended after {PATIENCE_S} s: {said(folder).read_text()}")
+        told = said(folder).read_text()
+        if launcher.exitcode == 0:
+            if wrong := problems(folder, sha):
+                raise RuntimeError(f"{wrong}:\n{told}")
+            starts = re.findall(r"(?m)^restart \d+ of .* on (\d) processes", told)
+            happened.update([f"restarts on {number}" for number in starts])
+            return happened
+        gave_up = launcher.exitcode == 1 and "not restarted: two restarts from" in told
+        if not gave_up and not (asked and launcher.exitcode in (75, -signal.SIGTERM)):
+            raise RuntimeError(f"ended with {launcher.exitcode}:\n{told}")
+        happened["started again by hand"] += 1
+
+
+def soak_restarts(rounds: int, seed: int, folder: Path) -> dict[str, Any]:
+    """Play all rounds of `play_restarts`; the counts."""
+    hashes, start_s = set[str](), 0.0
+    for world_size in DEVICES:
+        start_s, whole = time.monotonic(), folder / f"whole{world_size}"
+        assert wait(start(world_size, whole, DEVICES[0]), PATIENCE_S)
+        hashes.add(json.loads((whole / "summary.json").read_text())["weights_sha256"])
+    usual_s = time.monotonic() - start_s
+    assert len(hashes) == 1, "one hash on any number of processes"
+    dice, happened, wrong = random.Random(seed), Counter[str](), []
+    with progress_bar(rounds, unit="round") as bar:
+        for number in range(rounds):
+            try:
+                happened += play_restarts(folder / f"round{number}", dice, usual_s, min(hashes))
+            except Exception as failed:  # whatever is missing or cannot be read
+                wrong.append(f"round {number}: {failed!r}")
+            bar.update()
+    return {
+        "rounds": rounds,
+        "seed": seed,
+        "devices": list(DEVICES),
+        "steps_a_round": STEPS,
+        "weights_sha256": sorted(hashes),
+        "happened": dict(sorted(happened.items())),
+        "wrong": wrong,
+    }
+
+
 def soak(rounds: int, seed: int, folder: Path) -> dict[str, Any]:
     """Play all rounds; the counts."""
     expected, usual_s = {}, 0.0
@@ -244,24 +355,27 @@ def main() -> int:
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the random moments and interruptions"
     )
-    parser.add_argument("--output", type=Path, default=RESULT, help="the JSON file to write")
+    parser.add_argument("--restarts", action="store_true", help="--restarts and --shrink instead")
+    parser.add_argument("--output", type=Path, help="the JSON file to write")
     given = parser.parse_args()
+    output = given.output or (RESTARTED if given.restarts else RESULT)
     torch.set_num_threads(1)
     sklearn.datasets.load_digits()
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        result = soak(given.rounds, given.seed, Path(folder))
+        play_all = soak_restarts if given.restarts else soak
+        result = play_all(given.rounds, given.seed, Path(folder))
         for line in result["wrong"]:
             print(line, file=sys.stderr)
-    given.output.parent.mkdir(exist_ok=True)
+    output.parent.mkdir(exist_ok=True)
     elapsed_s = round(time.monotonic() - start_s, 1)
-    command = f"make soak ROUNDS={given.rounds}"
+    command = f"make soak ROUNDS={given.rounds}" + " ARGS=--restarts" * given.restarts
     about = {"command": command, "elapsed_s": elapsed_s, **describe_machine()}
-    write_json(given.output, {**result, "about": about})
-    count = result["happened"]
+    write_json(output, {**result, "about": about})
+    count = Counter(result["happened"])
     print(
         f"{given.rounds} rounds, {count['interruptions']} interruptions, {count['damages']} files "
-        f"damaged, {len(result['wrong'])} faults ({elapsed_s:.0f} s): {given.output}"
+        f"damaged, {len(result['wrong'])} faults ({elapsed_s:.0f} s): {output}"
     )
     return 1 if result["wrong"] else 0
 

@@ -255,6 +255,45 @@ def test_a_rank(
     )
 
 
+KILLS = {
+    "once": [AT],
+    "twice": [AT, 10],
+    "at ten moments, a tenth of a step apart": list(range(6, 56, 5)),
+}
+"""The steps after which a rank is killed."""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("name", "kills"), [(name, kills) for name in DDP for kills in KILLS])
+def test_a_rank_is_killed_and_restarted(
+    scene: Scene, recipe: Recipe, rows: list[dict[str, Any]], name: str, kills: str
+) -> None:
+    """One command, which ends with the bits of the run that lost nothing."""
+    steps, options = KILLS[kills], (*nproc(name), *OPTIONS[2:], "--epochs", "4")
+    whole = recipe(name, *options, folder="whole").assert_ok()
+    command = scene.recipe.command(name, *options, "--restarts", str(len(steps)))
+    env = {**scene.env, "KILLS": " ".join(map(str, steps))}
+    result = scene.recipe.finish(scene.recipe.start(*command, env=env), scene.folder, 400)
+    scene.wait_until_gone(time.monotonic(), 30)
+    result.assert_ok()
+    assert len(list(scene.mark.parent.glob("mark*"))) == len(steps), "every fault has happened"
+    assert (result.sha, result.losses) == (whole.sha, whole.losses)
+    assert len(result.errors) == len(steps), result.stderr
+    assert all("was killed by SIGKILL" in line for line in result.errors)
+    found = re.findall(r"(?m)^restarted: lost (\S+) s, (steps done again: \d+)", result.stdout)
+    assert len(found) == len(steps)
+    rows.append(
+        {
+            "fault": f"a rank is killed {kills} (--restarts)",
+            "recipe": name,
+            "seconds": max(float(seconds) for seconds, _ in found),
+            "status": result.status,
+            "first_line": f"restarted: lost {found[0][0]} s, {found[0][1]}",
+            "resumed_from": result.summary["resumed_from"],
+        }
+    )
+
+
 @dataclass
 class Hosts:
     """Two hosts with a cable between them."""

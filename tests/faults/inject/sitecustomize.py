@@ -1,12 +1,22 @@
 """What the fault matrix changes inside a rank; Python imports this file at start.
 
 FAULT names what happens once, on rank FAULT_RANK after step FAULT_STEP. The file FAULT_MARK then
-records that it has happened. Only `common.run.loop` is changed, when it is imported.
+records that it has happened. `common.run.loop` is changed, when it is imported.
+
+KILLS has the steps after each of which that rank kills itself once: the first at the beginning of
+the next step, the second after a tenth of a step's time, and so on.
+The file DEVICES holds how many devices there are: a rank beyond them dies at its start, which
+stands in for a device that does not come back.
+EVALUATION_S is how long a batch of an evaluation takes, IMAGE_S how long the check of an image;
+the file SEEN gets a byte for each.
 """
 
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from operator import length_hint
 from pathlib import Path
 from typing import Any
 
@@ -68,5 +78,75 @@ def patch(module: Any) -> None:
     module.Loop.after_step = changed
 
 
+def patch_kills(module: Any) -> None:
+    """Kill this rank after some of its steps, at one tenth of a step's time after another."""
+    after_step = module.Loop.after_step
+    steps = [int(step) for step in os.environ["KILLS"].split()]
+    done_s: list[float] = []
+
+    def changed(self: Any, losses: Any) -> None:
+        after_step(self, losses)
+        done_s.append(time.monotonic())
+        mark = Path(f"{os.environ['FAULT_MARK']}{self.state.step}")
+        if self.run.ranks.rank != int(os.environ.get("FAULT_RANK", 1)) or mark.exists():
+            return
+        if self.state.step in steps:
+            tenths = steps.index(self.state.step) % 10
+            usual_s = done_s[-1] - done_s[-2] if len(done_s) > 1 else 0.005
+            mark.touch()
+            kill = threading.Timer(usual_s * tenths / 10, os.kill, (os.getpid(), signal.SIGKILL))
+            kill.start()
+
+    module.Loop.after_step = changed
+
+
+class Slowly:
+    """Batches that take as long as those of a large data set."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __length_hint__(self) -> int:
+        return length_hint(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            see("EVALUATION_S")
+            yield batch
+
+
+def see(name: str) -> None:
+    """Take that many seconds, and leave a byte."""
+    time.sleep(float(os.environ[name]))
+    with Path(os.environ["SEEN"]).open("a") as file:
+        file.write("x")
+
+
+def patch_evaluation(module: Any) -> None:
+    """Make an evaluation slow."""
+    own = module.evaluate
+    module.evaluate = lambda model, batches, *rest: own(model, Slowly(batches), *rest)
+
+
+def patch_images(module: Any) -> None:
+    """Make the check of images slow."""
+    own = module._image_fault
+
+    def slow(path: Path) -> str | None:
+        see("IMAGE_S")
+        return own(path)  # type: ignore[no-any-return]
+
+    module._image_fault = slow
+
+
 if "FAULT_STEP" in os.environ or "STEP_S" in os.environ:
     OnImport("common.run.loop", patch)
+if "KILLS" in os.environ:
+    OnImport("common.run.loop", patch_kills)
+if "EVALUATION_S" in os.environ:
+    OnImport("common.training.evaluate", patch_evaluation)
+if "IMAGE_S" in os.environ:
+    OnImport("common.data.image_folder", patch_images)
+devices = os.environ.get("DEVICES")
+if devices and int(os.environ.get("LOCAL_RANK", -1)) >= int(Path(devices).read_text()):
+    os.kill(os.getpid(), signal.SIGKILL)

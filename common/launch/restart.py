@@ -1,0 +1,82 @@
+"""`--restarts`: start all ranks again, from the newest snapshot, after one has failed.
+
+Rank 0 leaves its last step in a file in memory. The launcher reads there whether a start came
+further; the next rank 0 reads there in which folder to go on, and what the restart has cost.
+"""
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from common.errors import STATUS_FAILED, STATUS_STOPPED
+from common.launch.report import say
+from common.launch.start import LaunchOptions, forwarded, memory_file
+
+
+class Reached(NamedTuple):
+    """The run's folder, its last step, when that was done [s, monotonic], and by which process."""
+
+    folder: str = ""
+    step: int = 0
+    time_s: float = 0.0
+    pid: int = 0
+
+
+@cache
+def _file() -> int | None:
+    path = os.environ.get("RECIPES_REACHED")
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC) if path else None
+
+
+def reached() -> Reached:
+    """What rank 0 recorded last, perhaps before a restart; empty without `--restarts`."""
+    line = os.pread(file, 2**13, 0).split(b"\n")[0] if (file := _file()) else b""
+    return Reached(*json.loads(line)) if line else Reached()
+
+
+def record(folder: Path, step: int = 0, resumed_from: int = 0) -> str:
+    """Record rank 0's step, or at the start its folder; after a restart's first step, its cost."""
+    if not (file := _file()) or ((before := reached()).folder and not step):
+        return ""
+    now = Reached(str(folder), step, time.monotonic(), os.getpid())
+    os.pwrite(file, json.dumps(now).encode() + b"\n", 0)
+    if before.pid in (0, now.pid):
+        return ""
+    lost_s, lost = now.time_s - before.time_s, before.step - resumed_from
+    return f"restarted: lost {lost_s:.1f} s, steps done again: {lost}, now at step {step}"
+
+
+def with_restarts(start: Callable[[int], int], nproc: int, options: LaunchOptions) -> int:
+    """Start `nproc` ranks with `start`, and again after a failure; return the last exit status.
+
+    Two restarts from one snapshot on as many processes may fail; a third would fail like them.
+    """
+    if not options.restarts:
+        return start(nproc)
+    os.environ["RECIPES_REACHED"] = str(memory_file("reached"))
+    tried, processes = Counter[str](), nproc
+    for number in range(options.restarts + 1):
+        before = reached()
+        if (status := start(processes)) != STATUS_FAILED:
+            return status
+        if forwarded:  # asked to stop, too: the newest snapshot is the state that is saved
+            return STATUS_STOPPED
+        after = reached()
+        shrinks = options.shrink and number and (after == before or not after.step)
+        processes = max(1, processes // 2) if shrinks else nproc
+        snapshots = (path.name for path in Path(after.folder, "snapshots").glob("step_*.pt"))
+        source = f"{max(snapshots, default='the beginning')} on {processes} processes"
+        tried[source] += 1
+        if number == options.restarts:
+            say(f"not restarted: --restarts {number} is used up")
+        elif tried[source] > 2:
+            say(f"not restarted: two restarts from {source} have failed")
+            break
+        else:
+            say(f"restart {number + 1} of {options.restarts}: from {source}")
+    return status
