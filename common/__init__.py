@@ -10,6 +10,7 @@ One room per question; imports point down this list only (tests/test_house.py):
     group/              devices, the rendezvous of the ranks, what they tell each other
     terminal            what rank 0 shows: lines and progress bars
     launch/             who am I; start, end and explain ranks
+    watch/              which rank hangs, and where; which rank is slow
     hints               advice for the errors of PyTorch, NCCL and CUDA
     machine, git, stack what is recorded of this machine and the code; versions of CUDA and NCCL
     driver              how many GPUs there are, and why the driver cannot use them

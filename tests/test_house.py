@@ -35,9 +35,10 @@ ROOMS: dict[str, set[str]] = {
     "stack": {"errors"},
     "git": set(),
     "machine": {"git", "stack"},
-    "launch": {"errors", "driver", "hints"},
+    "watch": {"files"},
+    "launch": {"errors", "driver", "hints", "watch"},
     "terminal": {"files", "launch"},
-    "group": {"errors", "driver", "git", "hints", "stack", "launch"},
+    "group": {"errors", "driver", "git", "hints", "stack", "launch", "watch"},
     "throughput": {"group"},
     "manifest": {"git", "machine", "launch", "group"},
     "data": {
@@ -65,6 +66,7 @@ ROOMS: dict[str, set[str]] = {
         "throughput",
         "data",
         "training",
+        "watch",
     },
     "cli": {"errors", "hints", "stack", "launch", "group"},
 }

@@ -19,10 +19,13 @@ from common import driver
 from common.errors import STATUS_STOPPED, STOP_SIGNALS, InputError
 from common.launch.port import listen
 from common.launch.process import command_line, python_path
-from common.launch.report import show_cause
+from common.launch.report import show_cause, show_whereabouts
 
 GRACE_S = 10.0
 """How long the other ranks may take to end by themselves after the first failure."""
+
+ANSWER_S = 2.5
+"""How long ranks may take to write down where they are, after SIGQUIT; they look each second."""
 
 _STATES = {
     "T": "stopped by a signal",
@@ -127,6 +130,7 @@ def make_error_file() -> Reports:
         number = os.memfd_create("errors", os.MFD_CLOEXEC | not_executable)
     except OSError:
         number = os.memfd_create("errors")
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # inherited by the ranks, until they can answer
     messages, written = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     file = Path(f"/proc/{os.getpid()}/fd/{number}")
     os.environ["RECIPES_ERRORS"] = str(file)
@@ -191,7 +195,13 @@ def supervise(children: Sequence[Child], reports: Reports) -> int:
     silent: dict[int, str] = {}  # ranks that were killed below, and what each was doing
     forwarded: set[int] = set()
     said = ""  # by the ranks' libraries, most recently
-    deadline = float("inf")
+    deadline, answer_s = float("inf"), float("inf")
+
+    def ask(_number: int, _frame: object) -> None:
+        nonlocal answer_s
+        answer_s = time.monotonic() + ANSWER_S
+        for child in pending.values():
+            child.kill(signal.SIGQUIT)
 
     def forward(number: int, _frame: object) -> None:
         forwarded.add(number)
@@ -200,6 +210,7 @@ def supervise(children: Sequence[Child], reports: Reports) -> int:
 
     for number in STOP_SIGNALS:
         signal.signal(number, forward)
+    signal.signal(signal.SIGQUIT, ask)
     try:
         while pending:
             for child in list(pending.values()):
@@ -216,6 +227,9 @@ def supervise(children: Sequence[Child], reports: Reports) -> int:
                 for child in pending.values():
                     silent.setdefault(child.rank, child.doing())
                     child.kill(signal.SIGKILL)
+            if time.monotonic() > answer_s:
+                answer_s = float("inf")
+                show_whereabouts(reports.errors, sorted(pending))
             said = (said + _pass_on(reports.messages))[-(2**20) :]
             time.sleep(0.02)
         return show_cause(failed, silent, reports.errors, said)

@@ -120,6 +120,7 @@ def train(config: Config, ranks: Ranks) -> None:
         warm_up(ddp, loader.prepare(inputs), micro_batch_size, autocast)
 
         # loop
+        loop.compute.follow(ddp, optimizer)  # finds a rank that is slower than the others
         for epoch in loop.epochs():
             batches.set_epoch(epoch, loop.state.batch, loop.steps_left)
             for batch in loader:

@@ -15,6 +15,7 @@ from tools.on_import import OnImport
 
 def happen(loop: Any, losses: Any) -> None:
     """Do what FAULT names."""
+    import ctypes
     import multiprocessing
     import resource
 
@@ -30,6 +31,14 @@ def happen(loop: Any, losses: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "stops answering":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "sleeps for ever":
+        time.sleep(1e6)
+    if fault == "hangs in data loading":
+        type(loop.data.train).__getitems__ = lambda *_: time.sleep(1e6)
+    if fault == "keeps the GIL for ever":
+        ctypes.PyDLL(None).sleep(10**6)
+    if fault == "waits in another collective":
+        dist.broadcast(torch.zeros(3), src=0)
     if fault == "runs out of memory":
         resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30))
         torch.zeros(2**30)
