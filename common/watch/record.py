@@ -73,6 +73,7 @@ class Watch:
         self._stacks = self._path.with_suffix(".stack").open("a")
         self._stacks.truncate(0)
         faulthandler.register(signal.SIGQUIT, file=self._stacks)
+        self._write({})
         self._put_off_stack()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -81,7 +82,6 @@ class Watch:
         _current.append(self)
 
     def _run(self) -> None:
-        self._write({})
         next_s = 0.0
         while not self._ended.wait(min(1.0, self._period_s)):
             asked, now_s = os.fstat(self._stacks.fileno()).st_size > 0, time.monotonic()
@@ -100,7 +100,8 @@ class Watch:
         if asked:
             self._stacks.truncate(0)
         if asked or before == self._step:
-            frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
+            main = threading.main_thread().ident or 0
+            frames = traceback.extract_stack(sys._current_frames()[main])
             self._write(
                 {
                     "step": self._step,

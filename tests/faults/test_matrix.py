@@ -11,16 +11,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing import event_accumulator
 
 from common import ROOT
 from common.run import snapshot_files
-from tests.conftest import Recipe, Result, need, small_disk, wait_for
+from tests.conftest import Recipe, Result, need, need_root, small_disk, wait_for
 from tests.faults import matrix
 from tests.test_data import flowers
 from tests.test_two_hosts import launched, two_hosts
@@ -71,11 +73,29 @@ def interrupted(process: Any, _folder: Path) -> None:
 
 HERE = re.escape(socket.gethostname())
 DDP = ("ddp_launch", "ddp_spawn")
+ABSENT = (
+    rf"error: rank 1 on {HERE} did not come to \w+ \d+, which rank 0 on {HERE} calls at "
+    r"\S+ \(\w+\): "
+)
 FAULTS = {
     "raises": Fault(rf"error: rank 1 on {HERE}: a bug of this test"),
     "exits": Fault(rf"error: rank 1 on {HERE} exited with status 7"),
     "is killed": Fault(rf"error: rank 1 on {HERE} was killed by SIGKILL: perhaps out of memory"),
     "stops answering": Fault(rf"error: rank 1 on {HERE} stopped answering \(stopped by a signal\)"),
+    "sleeps for ever": Fault(rf"{ABSENT}it is at \S*sitecustomize.py:\d+ \(happen\)", recipes=DDP),
+    "hangs in data loading": Fault(
+        rf"{ABSENT}it is at \S*sitecustomize.py:\d+ \(<lambda>\)",
+        options=("--num-workers", "0"),
+        recipes=DDP,
+    ),
+    "keeps the GIL for ever": Fault(
+        rf"{ABSENT}it is in C code that keeps the GIL, called at \S*sitecustomize.py:\d+ \(happen",
+    ),
+    "waits in another collective": Fault(
+        rf"error: rank 1 on {HERE} calls broadcast \d+ at \S*sitecustomize.py:\d+ \(happen\), "
+        rf"while rank 0 on {HERE} calls all_reduce \d+ at \S+:\d+ ",
+        recipes=DDP,
+    ),
     "runs out of memory": Fault(
         rf"error: rank 1 on {HERE}: .*out of memory: try half the --global-batch-size"
     ),
@@ -231,6 +251,79 @@ def test_a_rank(
             "resumed_from": step,
         }
     )
+
+
+@contextmanager
+def slowed(how: str, scene: Scene) -> Iterator[None]:
+    """Slow rank 1 down from outside, once its process has started."""
+    if how == "sleeps":
+        yield
+        return
+    group = Path("/sys/fs/cgroup/cpu/slow_rank")  # version 1; the same limit as cpu.max
+    if not group.parent.is_dir():
+        group = Path("/sys/fs/cgroup/slow_rank")
+    need_root()
+    group.mkdir()
+    try:
+        if (group / "cpu.cfs_quota_us").exists():
+            (group / "cpu.cfs_period_us").write_text("10000")
+            (group / "cpu.cfs_quota_us").write_text("5000")
+        else:
+            (group / "cpu.max").write_text("5000 10000")
+        (slow,) = [pid for pid in scene.processes() if b"\0RANK=1\0" in environment(pid)]
+        (group / "cgroup.procs").write_text(str(slow))
+        yield
+    finally:
+        wait_for(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
+
+
+def environment(pid: int) -> bytes:
+    return b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+
+
+@pytest.mark.parametrize("how", ["sleeps", "may use half a core"])
+def test_a_slow_rank(scene: Scene, rows: list[dict[str, Any]], how: str) -> None:
+    """A fifth longer in each step: 50 ms of 250 ms; with half a core about twice as long."""
+    options = ("--epochs", "20", "--max-steps", "102", "--log-every", "10")
+    env = {**scene.env, "STEP_S": "0.2", "SLOW_RANK": "1", "SLOW_S": "0.06"}
+    if how != "sleeps":
+        env = {**scene.env, "STEP_S": "0"}
+        options = (*options, "--global-batch-size", "714", "--max-steps", "160", "--epochs", "80")
+    command = scene.recipe.command("ddp_launch", *nproc("ddp_launch"), *options)
+    process = scene.recipe.start(*command, env=env)
+    wait_for(lambda: (scene.folder / "logs" / "rank_1.json").exists())
+    start_s = time.monotonic()
+    with slowed(how, scene):
+        result = scene.recipe.finish(process, scene.folder, 250).assert_ok()
+    elapsed_s = time.monotonic() - start_s
+    (said,) = [line for line in result.stdout.splitlines() if "computes" in line]
+    assert re.match(rf"warning: rank 1 on {HERE} \(cpu\) computes \d+% longer per step", said)
+    curves = event_accumulator.EventAccumulator(str(scene.folder / "tensorboard"))
+    found = curves.Reload().Scalars("slow_rank_excess")
+    assert found[0].step <= 100 or how != "sleeps"
+    rows.append(
+        {
+            "fault": f"a rank {how} (found after step {found[0].step})",
+            "recipe": "ddp_launch",
+            "seconds": elapsed_s,
+            "status": 0,
+            "resumed_from": 0,
+            "first_line": said,
+        }
+    )
+
+
+def test_the_launcher_is_asked_where_its_ranks_are(scene: Scene, wholes: dict[str, Result]) -> None:
+    """The run goes on: its weights are the usual ones."""
+    command = scene.recipe.command("ddp_launch", *nproc("ddp_launch"), *OPTIONS)
+    process = scene.recipe.start(*command, env={**scene.env, "STEP_S": "0.5"})
+    wait_for(lambda: list(scene.folder.glob("snapshots/step_*4.*.pt")))
+    process.send_signal(signal.SIGQUIT)
+    result = scene.recipe.finish(process, scene.folder).assert_ok()
+    for rank in (0, 1):
+        assert re.search(rf"(?m)^rank {rank} on {HERE}, step \d+: it is at \S+ ", result.stderr)
+    assert result.sha == wholes["ddp_launch"].sha
 
 
 @dataclass
