@@ -285,7 +285,7 @@ def environment(pid: int) -> bytes:
 @pytest.mark.parametrize("how", ["sleeps", "may use half a core"])
 def test_a_slow_rank(scene: Scene, rows: list[dict[str, Any]], how: str) -> None:
     """A fifth longer in each step: 50 ms of 250 ms; with half a core about twice as long."""
-    options = ("--epochs", "20", "--max-steps", "102", "--log-every", "10")
+    options: tuple[str, ...] = ("--epochs", "20", "--max-steps", "102", "--log-every", "10")
     env = {**scene.env, "STEP_S": "0.2", "SLOW_RANK": "1", "SLOW_S": "0.06"}
     if how != "sleeps":
         env = {**scene.env, "STEP_S": "0"}
