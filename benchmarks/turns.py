@@ -37,7 +37,7 @@ from common.launch.ranks import Ranks, resolve
 from common.seeds import mixed_precision, seed_everything
 from common.training.ddp import micro_batches, warm_up
 from common.training.models import ModelOptions, prepare_model
-from common.watch.replicas import unlike_replicas
+from common.training.replicas import unlike_replicas
 from tools.fresh import fresh_environment
 
 Hook = Callable[[dist.ProcessGroup | None, dist.GradBucket], torch.futures.Future[Tensor]]

@@ -4,13 +4,14 @@ One room per question; imports point down this list only (tests/test_house.py):
 
     cli                 from a command line to a running recipe
     run/                the loop between two steps; a run's folder, snapshots, resume
-    data/  training/    samples and batches; model, optimizer, gradients, evaluation
-    watch/              faults that raise no error: replicas that differ, gradients computed wrongly
+    data/  training/    samples and batches; model, optimizer, gradients, replicas, evaluation
     throughput          speed of training and of loading; memory
     manifest            what it takes to say that two runs were the same
     group/              devices, the rendezvous of the ranks, what they tell each other
     terminal            what rank 0 shows: lines and progress bars
+    restart             ranks that failed, started again
     launch/             who am I; start, end and explain ranks
+    watch/              which rank hangs, and where; which rank is slow
     hints               advice for the errors of PyTorch, NCCL and CUDA
     machine, git, stack what is recorded of this machine and the code; versions of CUDA and NCCL
     driver              how many GPUs there are, and why the driver cannot use them

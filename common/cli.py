@@ -20,8 +20,8 @@ from common.hints import hint
 from common.launch.process import python_path, run_rank
 from common.launch.ranks import Ranks, resolve
 from common.launch.report import report, say
-from common.launch.restart import with_restarts
 from common.launch.start import LaunchOptions, launch
+from common.restart import with_restarts
 from common.stack import check_versions
 
 C = TypeVar("C")

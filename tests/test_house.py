@@ -35,9 +35,11 @@ ROOMS: dict[str, set[str]] = {
     "stack": {"errors"},
     "git": set(),
     "machine": {"git", "stack"},
-    "launch": {"errors", "driver", "hints"},
+    "watch": {"files"},
+    "launch": {"errors", "driver", "hints", "watch"},
+    "restart": {"errors", "launch"},
     "terminal": {"files", "launch"},
-    "group": {"errors", "driver", "git", "hints", "stack", "launch"},
+    "group": {"errors", "driver", "git", "hints", "stack", "launch", "watch"},
     "throughput": {"group"},
     "manifest": {"git", "machine", "launch", "group"},
     "data": {
@@ -51,14 +53,14 @@ ROOMS: dict[str, set[str]] = {
         "launch",
         "group",
     },
-    "watch": {"group"},
-    "training": {"errors", "downloads", "files", "seeds", "options", "terminal", "group", "watch"},
+    "training": {"errors", "downloads", "files", "seeds", "options", "terminal", "group"},
     "run": {
         "errors",
         "files",
         "seeds",
         "options",
         "launch",
+        "restart",
         "git",
         "manifest",
         "terminal",
@@ -68,7 +70,7 @@ ROOMS: dict[str, set[str]] = {
         "training",
         "watch",
     },
-    "cli": {"errors", "hints", "stack", "launch", "group"},
+    "cli": {"errors", "hints", "stack", "launch", "restart", "group"},
 }
 """Which rooms of `common` each may import: downwards only."""
 

@@ -15,7 +15,7 @@ from common.launch.ranks import Ranks
 from common.run.loop import Loop
 from common.run.snapshot_files import list_snapshots, read
 from common.training import virtual_ranks
-from common.watch.replicas import fingerprint
+from common.training.replicas import fingerprint
 from tests.conftest import ROOT, Recipe, Result
 from tests.faults.flips import flip, plant
 from tests.pool import Pool

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from common import restart, start
 from common.errors import StopRequested
 from common.group.stop import StopAgreement
-from common.launch import restart, start
 from common.launch.ranks import Ranks
 from common.launch.start import LaunchOptions
 from common.training.evaluate import evaluate

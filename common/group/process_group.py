@@ -17,6 +17,7 @@ from common.group.interfaces import choose_interface
 from common.group.rendezvous import meet
 from common.launch.process import show_messages_to_parent
 from common.launch.ranks import Ranks
+from common.watch import record
 
 
 @contextmanager
@@ -67,6 +68,9 @@ def process_group(
             error.agreed = True
         _leave()
         raise
+    except BaseException:
+        record.stop(keep=True)  # the records show how it was when this rank failed
+        raise
     # Rank 0 serves the store, so it leaves only after every rank's last request.
     dist.barrier()
     _leave()
@@ -102,6 +106,7 @@ def keep_until_exit(group: dist.ProcessGroup | None) -> None:
 
 
 def _leave() -> None:
+    record.stop()
     keep_until_exit(dist.group.WORLD)
     dist.destroy_process_group()
 

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from common import hints
 from common.errors import (
@@ -23,6 +24,7 @@ from common.errors import (
     TrainingError,
 )
 from common.launch.ranks import Ranks
+from common.watch import verdict
 
 
 def say(text: str) -> None:
@@ -40,12 +42,15 @@ def report(error: Exception, ranks: Ranks) -> int:
     expected = isinstance(error, InputError | TrainingError)
     follows = isinstance(error, PeerError) or (not expected and hints.follows(error))
     status = STATUS_BAD_INPUT if isinstance(error, InputError) else STATUS_FAILED
-    line = _error_line(error, ranks)
+    timed_out = follows and hints.timed_out(error)
+    found = verdict.verdict(verdict.folder) if timed_out else None
+    line = _error_line(error, ranks, f"{found.who} {found.says}".strip() if found else "")
     trace = "" if expected else "".join(traceback.format_exception(error))
+    trace = found.stack if found and found.stack else trace
     elastic = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if elastic and follows:
         time.sleep(1)  # torchrun ends this rank, which then says nothing
-    if errors := os.environ.get("RECIPES_ERRORS"):
+    if "RECIPES_ERRORS" in os.environ:
         entry = {
             "rank": ranks.rank,
             "time": time.monotonic(),
@@ -53,12 +58,10 @@ def report(error: Exception, ranks: Ranks) -> int:
             "traceback": trace,
             "status": status,
             "follows": follows,
-            "timed_out": follows and hints.timed_out(error),
+            "timed_out": timed_out,
+            "verdict": found,
         }
-        try:
-            with Path(errors).open("a") as file:
-                file.write(json.dumps(entry) + "\n")
-        except OSError:  # the process that started this rank is gone
+        if not leave(entry):
             say(f"{line}\n{trace}")
     elif isinstance(error, InputError) and error.agreed and not _speaks(ranks, elastic):
         time.sleep(1)  # mpirun and torchrun end all ranks when the first one ends
@@ -92,11 +95,11 @@ def _speaks(ranks: Ranks, elastic: str | None) -> bool:
     return True
 
 
-def _error_line(error: Exception, ranks: Ranks) -> str:
-    """What happened, on which rank and host, and what to do."""
+def _error_line(error: Exception, ranks: Ranks, verdict: str = "") -> str:
+    """What happened, on which rank and host, and what to do, or the `verdict` on who caused it."""
     message = " ".join(_own_message(error).split())
     if not isinstance(error, InputError | TrainingError):
-        advice = hints.hint(f"{type(error).__name__} {message}")
+        advice = verdict or hints.hint(f"{type(error).__name__} {message}")
         message = f"{_shortened(message)}: {advice}" if advice else message
     if isinstance(error, InputError) and (error.agreed is not False or ranks.is_main):
         return f"error: {message}"  # the same on every rank
@@ -120,6 +123,43 @@ def _shortened(message: str) -> str:
     return re.sub(r"(?<!e\.g)\. .*", "", message) if len(message) > 160 else message.rstrip(".")
 
 
+def leave(entry: dict[str, Any]) -> bool:
+    """Leave an entry for the process that started this rank; False if there is none."""
+    try:
+        with Path(os.environ.get("RECIPES_ERRORS", "/")).open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+    except OSError:  # nobody started this rank, or that process is gone
+        return False
+    return True
+
+
+def read_entries(errors: Path) -> list[dict[str, Any]]:
+    """What the ranks have left."""
+    entries = []
+    for text in errors.read_text().splitlines():
+        with contextlib.suppress(ValueError):  # a rank was killed while it wrote
+            entries.append(json.loads(text))
+    return entries
+
+
+def records_of(entries: list[dict[str, Any]]) -> Path | None:
+    """The folder of the ranks' records (`common.watch`), once they have left it."""
+    return next((Path(entry["watched"]) for entry in entries if "watched" in entry), None)
+
+
+def show_whereabouts(errors: Path, ranks: Sequence[int]) -> None:
+    """Say where this host's ranks are, and which rank the others wait for, if they wait."""
+    if not (logs := records_of(read_entries(errors))):
+        say("the ranks have not begun to train")
+        return
+    found = verdict.records(logs)
+    for rank in ranks:
+        where = verdict.whereabouts(found[rank])
+        say(f"rank {rank} on {found[rank]['host']}, step {found[rank].get('step', '?')}: {where}")
+    if late := verdict.verdict(logs):
+        say(f"{late.who} {late.says}\n{late.stack}".strip())
+
+
 def show_cause(
     failed: Sequence[tuple[int, int]], silent: dict[int, str], errors: Path, said: str = ""
 ) -> int:
@@ -138,11 +178,8 @@ def show_cause(
     statuses = {status for _, status in failed}
     if statuses <= {STATUS_STOPPED}:
         return STATUS_STOPPED if failed else STATUS_FINISHED
-    reports = []
-    for text in errors.read_text().splitlines():
-        with contextlib.suppress(ValueError):  # a rank was killed while it wrote
-            reports.append(json.loads(text))
-    reports.sort(key=lambda entry: entry["time"])
+    entries = read_entries(errors)
+    reports = sorted((e for e in entries if "line" in e), key=lambda entry: entry["time"])
     own = next((entry for entry in reports if not entry["follows"]), None)
     reported = {entry["rank"] for entry in reports}
     waited = {int(rank) for rank in re.findall(rf"\[Rank (\d+)\].*{hints.WATCHDOG}", said)}
@@ -152,6 +189,11 @@ def show_cause(
     hung = {rank: state for rank, state in (aborted | silent).items() if rank not in waited}
     mute = [(r, s) for r, s in failed if s > 0 and s != STATUS_STOPPED and r not in reported]
     busy = set(silent.values()) != {"waiting"}
+    verdicts = [verdict.Verdict(*entry["verdict"]) for entry in reports if entry.get("verdict")]
+    if waited and (found := verdict.verdict(records_of(entries))):  # NCCL's ranks were aborted
+        verdicts.append(found)
+    here = {*dict(failed), *silent}
+    late = next((found for found in verdicts if found.rank in here), None)
     host = socket.gethostname()
     if killed:
         rank, status = killed[0]
@@ -165,6 +207,10 @@ def show_cause(
         rank, status = mute[0]
         say(f"error: rank {rank} on {host} exited with status {status}; its message is above")
         return STATUS_BAD_INPUT if status == STATUS_BAD_INPUT else STATUS_FAILED
+    elif late:
+        state = silent.get(late.rank, "waiting")
+        doing = f" stopped answering ({state}): it" if state != "waiting" else ""
+        say(f"error: {late.who}{doing} {late.says}\n{late.stack}")
     elif waited and not hung:  # the rank that hangs is on another host
         say(f"error: {hints.with_hint(f'rank {min(waited)} on {host}: {hints.WATCHDOG}')}")
     elif hung and (waited or not reports or (reports[0]["timed_out"] and busy)):

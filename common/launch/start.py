@@ -20,10 +20,13 @@ from common import driver
 from common.errors import STATUS_STOPPED, STOP_SIGNALS, InputError
 from common.launch.port import listen
 from common.launch.process import command_line, python_path
-from common.launch.report import show_cause
+from common.launch.report import show_cause, show_whereabouts
 
 GRACE_S = 10.0
 """How long the other ranks may take to end by themselves after the first failure."""
+
+ANSWER_S = 2.5
+"""How long ranks may take to write down where they are, after SIGQUIT; they look each second."""
 
 _STATES = {
     "T": "stopped by a signal",
@@ -162,6 +165,7 @@ def make_error_file() -> Reports:
     os.truncate(file, 0)
     while _pass_on(messages):
         pass
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # inherited by the ranks, until they can answer
     os.environ["RECIPES_ERRORS"] = str(file)
     os.environ["RECIPES_MESSAGES"] = str(file.with_name(str(written)))
     os.environ["RECIPES_PARENT"] = str(os.getpid())
@@ -227,7 +231,13 @@ def supervise(children: Sequence[Child], reports: Reports) -> int:
     failed: list[tuple[int, int]] = []
     silent: dict[int, str] = {}  # ranks that were killed below, and what each was doing
     said = ""  # by the ranks' libraries, most recently
-    deadline = float("inf")
+    deadline, answer_s = float("inf"), float("inf")
+
+    def ask(_number: int, _frame: object) -> None:
+        nonlocal answer_s
+        answer_s = time.monotonic() + ANSWER_S
+        for child in pending.values():
+            child.kill(signal.SIGQUIT)
 
     def forward(number: int, _frame: object) -> None:
         forwarded.add(number)
@@ -238,6 +248,7 @@ def supervise(children: Sequence[Child], reports: Reports) -> int:
         signal.signal(number, forward)
     for came in tuple(forwarded):  # between a failure and this restart
         forward(came, None)
+    signal.signal(signal.SIGQUIT, ask)
     try:
         while pending:
             for child in list(pending.values()):
@@ -254,6 +265,9 @@ def supervise(children: Sequence[Child], reports: Reports) -> int:
                 for child in pending.values():
                     silent.setdefault(child.rank, child.doing())
                     child.kill(signal.SIGKILL)
+            if time.monotonic() > answer_s:
+                answer_s = float("inf")
+                show_whereabouts(reports.errors, sorted(pending))
             said = (said + _pass_on(reports.messages))[-(2**20) :]
             time.sleep(0.02)
         return show_cause(failed, silent, reports.errors, said)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common import restart
 from common.data.datasets import Data
 from common.errors import InputError, TrainingError
 from common.files import (
@@ -29,8 +30,8 @@ from common.files import (
 )
 from common.git import changes
 from common.group.collectives import agreed, broadcast
-from common.launch import restart
 from common.launch.ranks import Ranks
+from common.launch.report import leave
 from common.manifest import continued, describe_run
 from common.run.options import (
     MAY_DIFFER_BY_HOST,
@@ -42,6 +43,7 @@ from common.run.options import (
 )
 from common.run.snapshot import TrainingState
 from common.terminal import show_table
+from common.watch.record import Watch
 
 log = logging.getLogger("recipes")
 
@@ -83,7 +85,8 @@ class Run:
                 restart.record(folder)
         self.folder: Path = broadcast(folder)
         self.snapshots = self.folder / "snapshots"
-        own = self.folder / "logs" / f"rank_{ranks.rank}.log"
+        self.logs = self.folder / "logs"
+        own = self.logs / f"rank_{ranks.rank}.log"
         with agreed():
             try:
                 own.parent.mkdir(parents=True, exist_ok=True)
@@ -156,6 +159,11 @@ class Run:
 
     def begin(self, state: TrainingState, data: Data, global_batch_size: int) -> None:
         """Write config and manifest, and open the metrics, cut at the resumed step."""
+        if self.ranks.world_size > 1:
+            device, timeout_s = str(self.devices[0]), self.options.timeout_s
+            Watch(self.logs, self.ranks.rank, self.ranks.world_size, device, timeout_s, state)
+            if self.ranks.local_rank == 0:
+                leave({"watched": str(self.logs.absolute())})
         manifest = describe_run(self.devices, self.options.seed, data.fingerprint)
         with agreed():
             if self.ranks.is_main:
@@ -211,6 +219,10 @@ class Run:
                 "run the same command to resume from the last snapshot"
             ) from error
         self._metrics_hash.update(line.encode())
+        self.curves(step, **values)
+
+    def curves(self, step: int, **values: float) -> None:
+        """Add scalars to TensorBoard, on rank 0."""
         try:
             for name, value in values.items() if self._tensorboard else ():
                 self._tensorboard.add_scalar(_IN_TENSORBOARD.get(name, name), value, step)

@@ -12,13 +12,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from common import restart
 from common.data.datasets import Data
 from common.data.stream import GlobalBatches
 from common.errors import StopRequested, TrainingError
 from common.files import save_weights, weights_sha256
 from common.group.collectives import gather_numbers
 from common.group.stop import StopAgreement
-from common.launch import restart
 from common.launch.report import say
 from common.run import snapshot, snapshot_files
 from common.run.folder import Run
@@ -28,7 +28,8 @@ from common.terminal import log, progress_bar
 from common.throughput import Throughput, peak_memory_bytes
 from common.training.evaluate import Evaluation, best_metric
 from common.training.optimizer import ScheduleOptions
-from common.watch.replicas import unlike_replicas
+from common.training.replicas import unlike_replicas
+from common.watch.stragglers import ComputeTime
 
 
 class Loop:
@@ -58,6 +59,7 @@ class Loop:
             run.resolve(image_size=data.side)
         loss_sum = torch.zeros((), dtype=torch.float64, device=run.devices[0])
         self.state = TrainingState(parts, loss_sum, sharded)
+        self.compute = ComputeTime(run.devices[0])
         total_steps = options.epochs * batches.steps_per_epoch
         self.last_step = min(options.max_steps or total_steps, total_steps)
         short = run.options.log_every > self.last_step  # ten points make a curve
@@ -100,6 +102,7 @@ class Loop:
         if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is ignored
             signal.signal(signal.SIGINT, self._interrupt)
         self._progress = progress_bar(self.last_step, self.state.step, main=self.run.ranks.is_main)
+        self.compute.start()
         first, end = self.state.epoch, -(-self.last_step // self.batches.steps_per_epoch)
         return range(first, max(end, first + 1))  # perhaps only the last evaluation is missing
 
@@ -126,6 +129,7 @@ class Loop:
             TrainingError: a loss is not finite, on any rank; raised on every rank.
             StopRequested: a signal came; the state is saved.
         """
+        self.compute.end_step()
         run, state, lr = self.run, self.state, self.lr
         losses = losses.detach()
         if losses.dim() > 1:  # of time steps or pixels: one mean per sample
@@ -142,11 +146,14 @@ class Loop:
         if state.step % self.log_every == 0:
             of_epoch = state.loss_sum / state.batch
             both = [losses.to(of_epoch).expand_as(of_epoch), of_epoch]  # resumed: (1,) for a mean
-            gathered = gather_numbers(torch.stack(both))
+            own = [torch.stack(both).flatten().cpu(), self.compute.halves()]
+            gathered, compute_s = gather_numbers(torch.cat(own)).tensor_split([-2], dim=1)
             snapshot.refuse_non_finite(gathered, state.step, run.snapshots)
             loss, mean_loss = (part.flatten().mean().item() for part in gathered.chunk(2, dim=1))
             self._progress.set_postfix_str(f"loss {loss:.4f}, mean {mean_loss:.4f}", refresh=False)
-            run.metrics(state.step, state.epoch, loss=loss, lr=lr, **self._speed.measured())
+            speed = self._speed.measured()
+            run.metrics(state.step, state.epoch, loss=loss, lr=lr, **speed)
+            self._show_slow_ranks(compute_s, **speed)
         if self._check_every and state.step % self._check_every == 0:
             self._check_replicas()
         if self._stop.after(state.step):
@@ -155,6 +162,15 @@ class Loop:
         if every and state.step % every == 0:
             self.save()
             self._speed.resume()
+        self.compute.start()
+
+    def _show_slow_ranks(self, compute_s: Tensor, samples_per_s: float = 0.0) -> None:
+        step_s = self.batches.global_batch_size / (samples_per_s or 1)
+        found = self.compute.compare(self.state.step, compute_s, step_s)
+        if found and self.run.ranks.is_main:
+            self.run.curves(self.state.step, slow_rank_excess=found.excess)
+            if news := self.compute.news(found, self.run.logs):
+                log.warning(news)
 
     def save(self) -> None:
         """Write a snapshot of this step, unless there is one; pause the measurement of speed."""
@@ -216,6 +232,7 @@ class Loop:
             if self._stop.after(state.step, at_once=True):
                 self._leave()
             state.next_epoch()
+            self.compute.start()
             self._progress.set_postfix_str("", refresh=False)
         else:
             self._progress.close()

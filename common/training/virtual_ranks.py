@@ -35,7 +35,7 @@ from common.errors import InputError, multiples_near
 from common.group.process_group import gloo_does_not_disturb, keep_until_exit
 from common.seeds import rng_state, seed_torch, set_rng_state
 from common.training.ddp import chunks
-from common.watch.replicas import fingerprint
+from common.training.replicas import fingerprint
 
 log = logging.getLogger("recipes")
 
@@ -57,7 +57,7 @@ def use_virtual_ranks(
         virtual_ranks: V, the number of shards.
         global_batch_size: samples over all ranks.
         timeout_s: how long a rank waits for another rank.
-        audit_every: steps between two steps that `common.watch.replicas.audit` can look at, or 0.
+        audit_every: steps between two steps that `common.training.replicas.audit` can look at, or 0.
 
     Raises:
         InputError: world_size does not divide V, or V does not divide the batch.

@@ -1,4 +1,6 @@
-"""What goes wrong in a long run without an exit status: seen, and said in one line.
+"""Runs that watch themselves: a rank that hangs, and a rank that is slow, are named in one line.
 
-Nothing here changes what is trained. What is found goes to `run`, which ends the run.
+`record` writes down where a rank is, `verdict` finds from all ranks' records which one did not
+come, `stragglers` compares how long the ranks compute. Nothing here changes what is trained.
+Importing `verdict` imports no torch.
 """

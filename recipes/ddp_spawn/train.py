@@ -53,8 +53,8 @@ from common.training.ddp import (
 from common.training.evaluate import evaluate
 from common.training.models import ModelOptions, prepare_model, set_train_mode
 from common.training.optimizer import OptimizerOptions, make_optimizer, set_lr
+from common.training.replicas import audit
 from common.training.virtual_ranks import seed_shards, use_virtual_ranks
-from common.watch.replicas import audit
 
 NAME = "ddp_spawn"
 
@@ -127,6 +127,7 @@ def train(config: Config, ranks: Ranks) -> None:
         warm_up(ddp, loader.prepare(inputs), micro_batch_size, autocast)
 
         # loop
+        loop.compute.follow(ddp, optimizer)  # finds a rank that is slower than the others
         for epoch in loop.epochs():
             batches.set_epoch(epoch, loop.state.batch, loop.steps_left)
             for batch in loader:

@@ -41,9 +41,9 @@ from common.files import read_metrics, weights_sha256, write_json
 from common.launch.port import listen
 from common.launch.process import run_rank
 from common.launch.ranks import Ranks
-from common.launch.restart import with_restarts
 from common.launch.start import Child, LaunchOptions, make_error_file, supervise
 from common.machine import describe_machine
+from common.restart import with_restarts
 from common.run.options import RunOptions
 from common.terminal import progress_bar
 from common.training.ddp import ParallelOptions

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing import event_accumulator
 
 from common import ROOT
 from common.run import snapshot_files
@@ -91,11 +92,29 @@ FLIPS = {
         ("gradient", ("--virtual-ranks", "2", "--audit", "1"), rf"rank {rank} on \S+ \(", 7 - rank),
     )
 }
+ABSENT = (
+    rf"error: rank 1 on {HERE} did not come to \w+ \d+, which rank 0 on {HERE} calls at "
+    r"\S+ \(\w+\): "
+)
 FAULTS = {
     "raises": Fault(rf"error: rank 1 on {HERE}: a bug of this test"),
     "exits": Fault(rf"error: rank 1 on {HERE} exited with status 7"),
     "is killed": Fault(rf"error: rank 1 on {HERE} was killed by SIGKILL: perhaps out of memory"),
     "stops answering": Fault(rf"error: rank 1 on {HERE} stopped answering \(stopped by a signal\)"),
+    "sleeps for ever": Fault(rf"{ABSENT}it is at \S*sitecustomize.py:\d+ \(happen\)", recipes=DDP),
+    "hangs in data loading": Fault(
+        rf"{ABSENT}it is at \S*sitecustomize.py:\d+ \(<lambda>\)",
+        options=("--num-workers", "0"),
+        recipes=DDP,
+    ),
+    "keeps the GIL for ever": Fault(
+        rf"{ABSENT}it is in C code that keeps the GIL, called at \S*sitecustomize.py:\d+ \(happen",
+    ),
+    "waits in another collective": Fault(
+        rf"error: rank 1 on {HERE} calls broadcast \d+ at \S*sitecustomize.py:\d+ \(happen\), "
+        rf"while rank 0 on {HERE} calls all_reduce \d+ at \S+:\d+ ",
+        recipes=DDP,
+    ),
     "runs out of memory": Fault(
         rf"error: rank 1 on {HERE}: .*out of memory: try half the --global-batch-size"
     ),
@@ -292,6 +311,44 @@ def test_a_rank_is_killed_and_restarted(
             "resumed_from": result.summary["resumed_from"],
         }
     )
+
+
+def test_a_slow_rank(scene: Scene, rows: list[dict[str, Any]]) -> None:
+    """Each step of 0.2 s takes it 0.06 s longer."""
+    options = ("--epochs", "8", "--max-steps", "102", "--log-every", "10")
+    env = {**scene.env, "STEP_S": "0.2", "SLOW_RANK": "1", "SLOW_S": "0.06"}
+    command = scene.recipe.command("ddp_launch", *nproc("ddp_launch"), *options)
+    start_s = time.monotonic()
+    process = scene.recipe.start(*command, env=env)
+    result = scene.recipe.finish(process, scene.folder, 250).assert_ok()
+    elapsed_s = time.monotonic() - start_s
+    (said,) = [line for line in result.stdout.splitlines() if "computes" in line]
+    assert re.match(rf"warning: rank 1 on {HERE} \(cpu\) computes \d+% longer per step", said)
+    curves = event_accumulator.EventAccumulator(str(scene.folder / "tensorboard"))
+    found = curves.Reload().Scalars("slow_rank_excess")
+    assert found[0].step <= 100
+    rows.append(
+        {
+            "fault": f"a rank is slow (found after step {found[0].step})",
+            "recipe": "ddp_launch",
+            "seconds": elapsed_s,
+            "status": 0,
+            "resumed_from": 0,
+            "first_line": said,
+        }
+    )
+
+
+def test_the_launcher_is_asked_where_its_ranks_are(scene: Scene, wholes: dict[str, Result]) -> None:
+    """The run goes on: its weights are the usual ones."""
+    command = scene.recipe.command("ddp_launch", *nproc("ddp_launch"), *OPTIONS)
+    process = scene.recipe.start(*command, env={**scene.env, "STEP_S": "0.5"})
+    wait_for(lambda: list(scene.folder.glob("snapshots/step_*4.*.pt")))
+    process.send_signal(signal.SIGQUIT)
+    result = scene.recipe.finish(process, scene.folder).assert_ok()
+    for rank in (0, 1):
+        assert re.search(rf"(?m)^rank {rank} on {HERE}, step \d+: it is at \S+ ", result.stderr)
+    assert result.sha == wholes["ddp_launch"].sha
 
 
 @dataclass

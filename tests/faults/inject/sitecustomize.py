@@ -25,6 +25,7 @@ from tools.on_import import OnImport
 
 def happen(loop: Any, losses: Any) -> None:
     """Do what FAULT names."""
+    import ctypes
     import multiprocessing
     import resource
 
@@ -40,6 +41,15 @@ def happen(loop: Any, losses: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "stops answering":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "sleeps for ever":
+        time.sleep(1e6)
+    if fault == "hangs in data loading":
+        type(loop.data.train).__getitems__ = lambda *_: time.sleep(1e6)
+    if fault == "keeps the GIL for ever":
+        for mutex in [ctypes.create_string_buffer(64)] * 2:  # a second lock of it never returns
+            ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+    if fault == "waits in another collective":
+        dist.broadcast(torch.zeros(3), src=0)
     if fault == "runs out of memory":
         resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30))
         torch.zeros(2**30)
@@ -67,6 +77,8 @@ def patch(module: Any) -> None:
     def changed(self: Any, losses: Any) -> None:
         losses = losses.detach().clone()
         time.sleep(float(os.environ.get("STEP_S", 0)))
+        if self.run.ranks.rank == int(os.environ.get("SLOW_RANK", -1)):
+            time.sleep(float(os.environ["SLOW_S"]))
         mark = Path(os.environ.get("FAULT_MARK", "/"))
         due = self.state.step + 1 == int(os.environ.get("FAULT_STEP", 0))
         rank = int(os.environ.get("FAULT_RANK", 1))
