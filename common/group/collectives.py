@@ -13,10 +13,10 @@ from common.errors import InputError, PeerError
 T = TypeVar("T")
 
 
-def gather(value: T) -> list[T]:
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's `value` in rank order, on every rank. Any object that pickles."""
-    values: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[T | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
     return values  # type: ignore[return-value]
 
 

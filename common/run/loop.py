@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from common.data.datasets import Data
 from common.data.stream import GlobalBatches
@@ -36,7 +37,7 @@ class Loop:
     snapshot (`--snapshot-every`). After an epoch's last step: write a snapshot, evaluate, log, stop
     if any rank was asked to, begin the next epoch.
 
-    `parts` and `sharded` are those of `TrainingState`.
+    `parts` and `mesh` are those of `TrainingState`.
     """
 
     def __init__(
@@ -47,11 +48,11 @@ class Loop:
         batches: GlobalBatches,
         data: Data,
         *,
-        sharded: bool = False,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         self.run, self.options, self.batches, self.data = run, options, batches, data
         loss_sum = torch.zeros((), dtype=torch.float64, device=run.devices[0])
-        self.state = TrainingState(parts, loss_sum, sharded)
+        self.state = TrainingState(parts, loss_sum, mesh)
         total_steps = options.epochs * batches.steps_per_epoch
         self.last_step = min(options.max_steps or total_steps, total_steps)
         self._identity = run.identity(batches.global_batch_size, data.fingerprint)
@@ -135,6 +136,10 @@ class Loop:
         self._speed.pause()
         self.state.metrics_bytes, self.state.metrics_sha256 = self.run.metrics_so_far()
         self.state.save(self.run.snapshots, self._identity, self.run.options.keep_snapshots)
+
+    def whole_model(self) -> dict[str, Tensor]:
+        """The whole model's state_dict on rank 0, from the last snapshot's shards. A collective."""
+        return self.state.whole_model(self.run.folder)
 
     def after_epoch(self, result: Evaluation, state_dict: dict[str, Tensor]) -> None:
         """Log the epoch, then move to the next one, or stop before it.

@@ -1,11 +1,12 @@
 """The full training state: copied after a step, and loaded by a run that resumes.
 
-Training waits only for the copy in memory. A thread of rank 0 writes it while training continues.
+Training waits only for the copy in memory. A thread writes it while training continues: on rank 0,
+or on every rank if each one has a part of the state.
 """
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +15,22 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from common.errors import TrainingError
-from common.group.collectives import agreed, gather_numbers, gather_to_rank_0
-from common.run.snapshot_files import FORMAT, list_snapshots, newest_name, write
+from common.group.collectives import agreed, gather, gather_numbers, gather_to_rank_0
+from common.group.process_group import gloo_does_not_disturb, keep_until_exit
+from common.run.snapshot_files import (
+    FORMAT,
+    list_snapshots,
+    newest_name,
+    read_shard,
+    remove,
+    write,
+)
 from common.seeds import rng_state, seed_everything, set_rng_state
+from common.shards import put_together, take_apart, whole
 
 _POSITION = ("epoch", "batch", "step", "metrics_bytes", "metrics_sha256")
 log = logging.getLogger("recipes")
@@ -47,8 +58,9 @@ class TrainingState:
     loss_sum: Tensor
     """Sum over the epoch's steps so far, float64, on the device: one number for each of this rank's
     samples in a batch, or one in all if the recipe has only the mean."""
-    sharded: bool = False
-    """Each rank has parts of its own (a pipeline's stages), not copies of rank 0's."""
+    mesh: DeviceMesh | None = None
+    """Of all ranks, if each one has a part of the state (a pipeline's stage, shards of tensors) and
+    writes its own file. None: all ranks have the same state, and rank 0 writes it."""
     epoch: int = 0
     batch: int = 0
     """Batches of the epoch that are done."""
@@ -65,6 +77,9 @@ class TrainingState:
         default_factory=lambda: ThreadPoolExecutor(1, initializer=os.nice, initargs=(10,))
     )
     _writing: Future[None] | None = None
+    _group: dist.ProcessGroup | None = None
+    _shards: list[str] = field(default_factory=list)
+    """The files of the newest snapshot, one per rank."""
 
     def save(self, folder: Path, identity: Mapping[str, Any], keep: int) -> None:
         """Copy the state and let rank 0 write it; every rank calls this after the same step.
@@ -82,27 +97,34 @@ class TrainingState:
         if self.saved_step == self.step:
             return
         self.wait()
-        refuse_non_finite(gather_numbers(self.loss_sum), self.step, folder)
+        losses = gather_numbers(self.loss_sum)
+        refuse_non_finite(losses, self.step, folder)
         mine: dict[str, Any] = {"rng": rng_state(), "loss_sum": self.loss_sum.reshape(-1)}
         parts: dict[str, Any] = {}
-        if self.sharded or dist.get_rank() == 0:
+        if self.mesh is not None or dist.get_rank() == 0:
             parts = {name: part.state_dict() for name, part in self.parts.items()}
+        if self.mesh is not None:
+            mine["parts"], mine["pieces"] = take_apart(parts, self.mesh)
+            parts = {}
         # The next step changes the originals.
         mine, parts = tree_map_only(
             Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), (mine, parts)
         )
-        if self.sharded:
-            mine["parts"], parts = parts, {}
-        ranks = gather_to_rank_0(mine)
-        if dist.get_rank() == 0:
-            content = {
-                "format": FORMAT,
-                "identity": dict(identity),
-                "world_size": len(ranks),
-                "ranks": ranks,
-                **parts,
-                **{name: getattr(self, name) for name in _POSITION},
-            }
+        content = {
+            "format": FORMAT,
+            "identity": dict(identity),
+            "world_size": dist.get_world_size(),
+            **{name: getattr(self, name) for name in _POSITION},
+        }
+        if self.mesh is not None:
+            content |= {"mesh": _layout(self.mesh), "mean_loss_sum": losses.mean()}
+            if self._group is None:  # for the threads: training uses the others
+                with gloo_does_not_disturb("gloo"):
+                    self._group = dist.new_group(backend="gloo")
+                keep_until_exit(self._group)
+            self._writing = self._writer.submit(self._write_shard, folder, content, mine, keep)
+        elif ranks := gather_to_rank_0(mine):
+            content |= {"ranks": ranks, **parts}
             self._writing = self._writer.submit(_write, folder, self.step, content, keep)
         self.saved_step = self.step
 
@@ -129,18 +151,24 @@ class TrainingState:
         are still exact, but each rank's random generators start from (seed, rank, step).
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        # The options that decide the number of shards are part of the identity.
-        assert not self.sharded or found["world_size"] == world_size
-        parts = found["ranks"][rank]["parts"] if self.sharded else found
-        for name, part in self.parts.items():
-            part.load_state_dict(parts[name])
+        here = world_size, self.mesh and _layout(self.mesh)
+        same = (found["world_size"], found.get("mesh")) == here
         for name in _POSITION:
             setattr(self, name, found.get(name, ""))
-        self.saved_step = self.step
-        losses = torch.cat([entry["loss_sum"] for entry in found["ranks"]])
-        self.loss_sum = losses.chunk(world_size)[rank].to(self.loss_sum.device)
-        if found["world_size"] == world_size:
-            set_rng_state(found["ranks"][rank]["rng"])
+        self.saved_step, self._shards = self.step, found["shards"]
+        if self.mesh is not None:
+            files = Shards(self._shards, first=rank % len(self._shards))
+            parts, present = files.own["parts"], {n: p.state_dict() for n, p in self.parts.items()}
+            mine, found = files.own, put_together(parts, present, files) | found
+            losses = mine["loss_sum"] if same else found["mean_loss_sum"]
+        else:
+            losses = torch.cat([entry["loss_sum"] for entry in found["ranks"]])
+            losses, mine = losses.chunk(world_size)[rank], found["ranks"][rank % len(found["ranks"])]
+        for name, part in self.parts.items():
+            part.load_state_dict(found[name])
+        self.loss_sum = losses.to(self.loss_sum.device)
+        if same:
+            set_rng_state(mine["rng"])
             return
         seed_everything(seed, rank, self.step)
         if not found["identity"].get("virtual_ranks"):
@@ -149,20 +177,89 @@ class TrainingState:
                 "resumes at the same sample, but not with the same bits"
             )
 
+    def whole_model(self, folder: Path) -> dict[str, Tensor]:
+        """The whole model on rank 0, from the shards of the newest snapshot; every rank calls it.
+
+        Args:
+            folder: of the run, for files that vanish with the result.
+        """
+        self.wait()
+        with agreed():
+            if dist.get_rank() > 0:
+                return {}
+            state = self.parts["model"].state_dict()
+            return whole("['model']", state, Shards(self._shards), folder)
+
+    def _write_shard(
+        self, folder: Path, content: dict[str, Any], mine: dict[str, Any], keep: int
+    ) -> None:
+        """In the thread of each rank: write its file; on rank 0, then write which files there are.
+
+        Raises:
+            TrainingError: on every rank, if a rank cannot write.
+        """
+        rank, step, name, problem = dist.get_rank(), content["step"], "", ""
+        own = {**mine["parts"]["model"], **{k: piece for k, (piece, _) in mine["pieces"].items()}}
+        try:
+            _refuse_non_finite_weights(own, step, folder)
+            name = write(folder, step, mine, rank).name
+        except TrainingError as error:
+            problem = f"rank {rank}: {error}"
+        said = gather((name, problem), self._group)
+        if problem := next((text for _, text in said if text), ""):
+            raise TrainingError(problem)
+        self._shards = [str(folder / name) for name, _ in said]
+        if rank == 0:
+            content["shards"] = [name for name, _ in said]
+            for shard in self._shards:
+                if not Path(shard).is_file():
+                    raise TrainingError(
+                        f"{shard} was written, but rank 0 does not see it: --output-dir must be on "
+                        "a file system that all hosts share"
+                    )
+            write(folder, step, content)
+            for old in list_snapshots(folder)[keep:]:
+                remove(old)
+
+
+class Shards:
+    """The pieces in each rank's file of a snapshot, read when needed; iterable many times."""
+
+    def __init__(self, paths: list[str], first: int = 0) -> None:
+        """Begin with the file `first`, where a rank on the same mesh finds all its pieces."""
+        self.paths, self.own = paths[first:] + paths[:first], read_shard(paths[first])
+        self.opened = [self.own["pieces"]]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Pieces of a file at a time."""
+        for number, path in enumerate(self.paths):
+            if number == len(self.opened):
+                self.opened.append(read_shard(path)["pieces"])
+            yield self.opened[number]
+
+
+def _layout(mesh: DeviceMesh) -> dict[str, int]:
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+
 
 def _write(folder: Path, step: int, content: dict[str, Any], keep: int) -> None:
     """In the thread: check the weights, write the snapshot, and remove old ones."""
-    shards = [entry["parts"] for entry in content["ranks"] if "parts" in entry] or [content]
-    for name, value in (item for shard in shards for item in shard["model"].items()):
+    _refuse_non_finite_weights(content["model"], step, folder)
+    write(folder, step, content)
+    for old in list_snapshots(folder)[keep:]:
+        remove(old)
+
+
+def _refuse_non_finite_weights(weights: dict[str, Tensor | None], step: int, folder: Path) -> None:
+    for name, value in weights.items():
+        if value is None:  # its piece is checked
+            continue
         # The sum is cheap. It is not finite if a term is not, but also if it overflows.
         if not value.sum().isfinite() and not value.isfinite().all():
             raise TrainingError(
                 f"{name} is not finite after step {step}, and is not saved: try a lower --lr or "
                 f"--warmup-epochs; last good snapshot: {newest_name(folder)}"
             )
-    write(folder, step, content)
-    for old in list_snapshots(folder)[keep:]:
-        old.unlink(missing_ok=True)
 
 
 def refuse_non_finite(losses: Tensor, step: int, folder: Path) -> None:

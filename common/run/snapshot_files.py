@@ -1,7 +1,8 @@
 """Snapshot files: written atomically, named by their checksum, always checked before use.
 
 A snapshot is one file, `step_00000120.<first 16 hex digits of its SHA-256>.pt`: the checksum is
-part of the name, so one rename publishes both.
+part of the name, so one rename publishes both. If the state is divided between ranks, this file is
+written last, and names the file of each rank, `step_00000120.rank_00003.<checksum>.shard`.
 """
 
 import errno
@@ -17,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from common.errors import InputError, TrainingError
-from common.group.collectives import agreed, broadcast
+from common.group.collectives import agreed, broadcast, gather
 from common.run.options import Options, refuse_another_run, refuse_unlike_rank_0
 
-FORMAT = 3
+FORMAT = 4
 
 _FIXES = {
     errno.ENOSPC: "make room",
@@ -34,20 +35,29 @@ class UnsoundError(InputError):
     """A snapshot whose bytes are not the ones that were written."""
 
 
-def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
+def write(folder: Path, step: int, content: dict[str, Any], rank: int | None = None) -> Path:
     """Write `content` to a temporary file, flush it to the disk, then rename it.
+
+    Args:
+        folder: of the run's snapshots.
+        step: of the snapshot.
+        content: tensors, numbers and text.
+        rank: whose shard of the snapshot this is. None: it is the snapshot.
 
     Raises:
         TrainingError: the file cannot be written; the files in the folder are unchanged.
     """
-    temporary = folder / f"step_{step:08d}.{os.getpid()}.tmp"
+    name, suffix = f"step_{step:08d}", "pt"
+    if rank is not None:
+        name, suffix = f"{name}.rank_{rank:05d}", "shard"
+    temporary = folder / f"{name}.{os.getpid()}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        path = folder / f"step_{step:08d}.{_digest(temporary)}.pt"
+        path = folder / f"{name}.{_digest(temporary)}.{suffix}"
         temporary.rename(path)
         directory = os.open(folder, os.O_RDONLY)
         os.fsync(directory)
@@ -68,13 +78,20 @@ def list_snapshots(folder: Path) -> list[Path]:
     return sorted(folder.glob("step_????????.????????????????.pt"), reverse=True)
 
 
+def remove(snapshot: Path) -> None:
+    """Remove a snapshot, then its shards."""
+    snapshot.unlink(missing_ok=True)
+    for shard in snapshot.parent.glob(f"{snapshot.name[:13]}.*.shard"):
+        shard.unlink(missing_ok=True)
+
+
 def newest_name(folder: Path) -> str:
     """Name of the newest snapshot, for a message."""
     return next((path.name for path in list_snapshots(folder)), "none was written yet")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Load one snapshot onto the CPU after comparing its checksum.
+    """Load one snapshot onto the CPU after comparing its checksum; shards are not read.
 
     Raises:
         InputError: the file is missing, torn, altered, no snapshot or of another format.
@@ -86,18 +103,29 @@ def read(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is not named like a snapshot (step_NNNNNNNN.CHECKSUM.pt)")
     if _digest(path) != expected[1]:
         raise UnsoundError(f"snapshot {path} is torn or altered: its checksum is not {expected[1]}")
-    try:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises whatever the unpickler raises
-        raise InputError(
-            f"snapshot {path} holds more than tensors and numbers, and is not loaded: "
-            "it could run code"
-        ) from error
+    content = _load(path)
     if content.get("format") != FORMAT:
         raise InputError(
             f"snapshot {path} has format {content.get('format')}, this code reads {FORMAT}: "
             "use the version of the code that wrote it"
         )
+    shards = [str(path.parent / name) for name in content.get("shards", ())]
+    return {**content, "path": str(path), "shards": shards}
+
+
+def read_shard(path: str) -> dict[str, Any]:
+    """One rank's file, which `find` has checked; its tensors are read when they are used."""
+    return _load(Path(path), mmap=True)
+
+
+def _load(path: Path, **how: bool) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, **how)
+    except Exception as error:  # torch.load raises whatever the unpickler raises
+        raise InputError(
+            f"snapshot {path} holds more than tensors and numbers, and is not loaded: "
+            "it could run code"
+        ) from error
     return content
 
 
@@ -114,12 +142,43 @@ def find(resume: str | Path, folder: Path, identity: Options) -> dict[str, Any] 
             another run; or "never" with a folder that holds snapshots.
     """
     refuse_unlike_rank_0(identity, "this rank trains on other data than rank 0")
-    found = None
-    with agreed():
-        if dist.get_rank() == 0 and (found := _find(resume, folder)):
-            refuse_another_run(found["identity"], identity, f"the snapshot in {folder}")
-            log.info(f"resuming after step {found['step']}")
-    return broadcast(found)
+    while True:
+        found = None
+        with agreed():
+            if dist.get_rank() == 0 and (found := _find(resume, folder)):
+                refuse_another_run(found["identity"], identity, f"the snapshot in {folder}")
+        found = broadcast(found)
+        fault = _first_fault(found["shards"]) if found else ""
+        with agreed():
+            if found and fault:
+                _set_aside(Path(found["path"]), folder, fault)
+        if not fault:
+            break
+    if found:
+        log.info(f"resuming after step {found['step']}")
+    return found
+
+
+def _first_fault(shards: list[str]) -> str:
+    """What is wrong with a snapshot's shards, on every rank; each rank checks its share."""
+    if not shards:
+        return ""
+    fault = ""
+    for shard in shards[dist.get_rank() :: dist.get_world_size()]:
+        if not Path(shard).is_file():
+            fault = fault or f"shard {shard} is missing"
+        elif _digest(Path(shard)) != shard.split(".")[-2]:
+            fault = fault or f"shard {shard} is torn or altered: its checksum is another"
+    return next(filter(None, gather(fault)), "")
+
+
+def _set_aside(path: Path, folder: Path, fault: str) -> None:
+    """Rename a snapshot of this run whose shards cannot be used; raise if it is of another."""
+    if path.parent != folder:
+        raise UnsoundError(f"{fault}: {path} cannot be used")
+    if dist.get_rank() == 0:
+        log.warning(f"{fault}; trying the snapshot before")
+        path.rename(path.with_suffix(".unsound"))
 
 
 def _find(resume: str | Path, folder: Path) -> dict[str, Any] | None:
@@ -140,8 +199,10 @@ def _find(resume: str | Path, folder: Path) -> dict[str, Any] | None:
                 "it, choose another --output-dir"
             )
         log.info(f"--resume {resume} is ignored: {folder} already holds snapshots")
-    for left in folder.glob("step_????????.*.tmp"):
-        left.unlink(missing_ok=True)
+    complete = {path.name[:13] for path in (*candidates, *folder.glob("*.unsound"))}
+    for left in (*folder.glob("step_????????.*.tmp"), *folder.glob("step_????????.*.shard")):
+        if left.suffix == ".tmp" or left.name[:13] not in complete:  # its writing was interrupted
+            left.unlink(missing_ok=True)
     unsound: list[Path] = []
     why = ""
     for path in candidates:

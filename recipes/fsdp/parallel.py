@@ -1,0 +1,177 @@
+"""The transformer over a mesh of ranks: sharded (FSDP2), in copies, and by tensor parallelism.
+
+Sources: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277); Rajbhandari et al. 2019, "ZeRO" (arXiv
+1910.02054); Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from common.errors import InputError
+from common.group.process_group import gloo_does_not_disturb
+from common.options import free
+from common.shards import holds_first, local_part
+from recipes.fsdp.model import Transformer
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """How the ranks share the model: --shard x --replicas x --tensor-parallel ranks."""
+
+    shard: int = free(0)
+    """Ranks over which parameters, gradients and optimizer state are sharded [ranks].
+    0: all ranks that --replicas and --tensor-parallel leave."""
+    replicas: int = free(1)
+    """Copies of the sharded model (hybrid sharding), for example one per host."""
+    tensor_parallel: int = free(1)
+    """Ranks over which each matrix of a block is divided [ranks]; they share their samples."""
+    reshard_after_forward: bool = free(True)
+    """Free a block's gathered parameters until its backward pass (ZeRO-3).
+    --no-reshard-after-forward keeps them: fewer bytes are sent, more memory is used (ZeRO-2)."""
+    recompute: bool = free(False)
+    """Keep only the input of each block, and compute the block again in the backward pass."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that mean nothing."""
+        if self.shard < 0 or min(self.replicas, self.tensor_parallel) < 1:
+            raise ValueError(
+                "--replicas and --tensor-parallel must be at least 1, and --shard at least 0"
+            )
+
+    def sizes(self, world_size: int) -> tuple[int, int, int]:
+        """Ranks along each dimension of the mesh: replicas, shard, tensor.
+
+        Raises:
+            InputError: their product is not `world_size`.
+        """
+        others = self.replicas * self.tensor_parallel
+        shard = self.shard or max(1, world_size // others)
+        if others * shard != world_size:
+            fitting = f"--shard {world_size // others} would do with --nproc {world_size}"
+            product = f"{self.replicas} replicas x {shard} shards x {self.tensor_parallel} tensor"
+            raise InputError(
+                f"{product} parallel ranks are {others * shard} ranks, but this run has "
+                f"{world_size}: {fitting if world_size % others == 0 else ''}"
+                f"{' or ' if world_size % others == 0 else ''}start --nproc {others * shard}"
+            )
+        return self.replicas, shard, self.tensor_parallel
+
+
+def make_mesh(device: torch.device, sizes: tuple[int, int, int]) -> DeviceMesh:
+    """All ranks as `replica` x `shard` x `tensor`: tensor parallelism among neighbours."""
+    with gloo_does_not_disturb(dist.get_backend()):
+        return init_device_mesh(device.type, sizes, mesh_dim_names=("replica", "shard", "tensor"))
+
+
+def parallelise(
+    model: Transformer, mesh: DeviceMesh, options: ParallelOptions, *, bf16: bool = False
+) -> None:
+    """Divide the parameters of a model that is still on `meta`; the model stays the same object.
+
+    Raises:
+        InputError: --tensor-parallel does not divide the heads.
+    """
+    tensor = mesh["tensor"]
+    heads = model.embedding.embedding_dim // model.blocks[0].attention.head_width  # type: ignore[union-attr,operator]
+    if heads % tensor.size():
+        raise InputError(f"--tensor-parallel {tensor.size()} does not divide --heads {heads}")
+    for block in model.blocks:
+        block.recompute = options.recompute
+        if tensor.size() > 1:  # columns, then rows: one all-reduce after each pair of matrices
+            columns = ("attention.query", "attention.key", "attention.value", "up")
+            plan = {name: ColwiseParallel() for name in columns}
+            parallelize_module(
+                block, tensor, plan | {"attention.out": RowwiseParallel(), "down": RowwiseParallel()}
+            )
+    # Master weights and reductions keep the parameters' own dtype.
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    data = mesh["replica", "shard"] if mesh["replica"].size() > 1 else mesh["shard"]
+    for block in model.blocks:  # one group of parameters per block, gathered while it computes
+        fully_shard(
+            block,
+            mesh=data,
+            mp_policy=policy,
+            reshard_after_forward=options.reshard_after_forward,
+        )
+    fully_shard(model, mesh=data, mp_policy=policy, reshard_after_forward=False)
+
+
+def data_ranks(mesh: DeviceMesh) -> tuple[int, int]:
+    """The number of this rank's share of a batch, and of shares: tensor ranks have the same one."""
+    replicas, shards = mesh["replica"], mesh["shard"]
+    return (
+        replicas.get_local_rank() * shards.size() + shards.get_local_rank(),
+        replicas.size() * shards.size(),
+    )
+
+
+def make_adamw(model: Transformer, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW that decays matrices, but no norms; its state exists before the first step.
+
+    So a snapshot finds the state to load into. Each group has one mesh, which fused kernels need,
+    and the groups are the same for every mesh, so that their order is.
+    """
+    inner, outer, norms = groups = [], [], []  # type: tuple[list[nn.Parameter], ...]
+    for name, parameter in model.named_parameters():
+        matrix = inner if name.startswith("blocks.") else outer
+        (norms if parameter.ndim == 1 else matrix).append(parameter)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": group, "weight_decay": 0.0 if group is norms else weight_decay}
+            for group in groups
+        ],
+        lr=lr,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+    for parameter in model.parameters():
+        zeros = (torch.zeros_like(parameter) for _ in range(2))
+        moments = dict(zip(("exp_avg", "exp_avg_sq"), zeros, strict=True))
+        step = torch.zeros((), device=parameter.device)
+        optimizer.state[parameter] = {"step": step, **moments}
+    return optimizer
+
+
+@torch.no_grad()
+def clip_by_global_norm(model: nn.Module, most: float, mesh: DeviceMesh) -> Tensor:
+    """Scale all gradients so that their norm over the whole model is at most `most`.
+
+    Returns:
+        The norm before, float64, the same on every rank.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    counted = [local_part(g)[0] for g in gradients if holds_first(g, mesh)]  # each number once
+    norm = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
+    for part in counted:
+        norm += part.norm().double().square()
+    dist.all_reduce(norm)
+    norm.sqrt_()
+    for gradient in gradients:
+        local_part(gradient)[0].mul_((most / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def in_step(
+    batches: Iterable[tuple[Tensor, Tensor]], steps: int, model: Callable[[Tensor], object]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches, their targets in one row; then empty forward passes, until there were `steps`.
+
+    A rank that has no more samples must still take part when the others gather parameters.
+    """
+    done = 0
+    for tokens, targets in batches:
+        yield tokens, targets.flatten()
+        done += 1
+    for _ in range(done, steps):
+        model(torch.zeros(1, 1, dtype=torch.int64, device=tokens.device))

@@ -1,0 +1,186 @@
+"""A language model sharded over ranks (FSDP2), with tensor parallelism on the same mesh.
+
+Each rank holds a part of the parameters, the gradients and the optimizer state. A block's
+parameters are gathered while it computes, and its gradients are averaged and scattered again. With
+`--tensor-parallel`, several ranks also share the work on each matrix. Use it when the model, its
+gradients and its optimizer do not fit on one device. If they fit, ddp_launch is simpler and sends
+less.
+
+    make run RECIPE=fsdp                                                 2 ranks, or all GPUs
+    make run RECIPE=fsdp NPROC=4 ARGS="--shard 2 --tensor-parallel 2"    4 ranks
+    docker run --gpus all IMAGE fsdp --replicas 2                        in the image
+    srun python -m recipes fsdp --shard 8 --replicas 4                   one Slurm task per device
+
+The default learns the text of Python's own language reference.
+
+Sources: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277), section 3; Shoeybi et al. 2019,
+"Megatron-LM" (arXiv 1909.08053), section 3.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+if not __package__:  # started as a file: the repository is not on the path yet
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from common import cli
+from common.data.stream import GlobalBatches, eval_batch_size, fixed_batches, make_loader
+from common.group.devices import choose_device
+from common.group.process_group import process_group
+from common.launch.process import end_process
+from common.launch.ranks import Ranks
+from common.run.announce import announce
+from common.run.folder import Run
+from common.run.loop import Loop
+from common.run.options import RunOptions
+from common.run.snapshot import Stateful
+from common.seeds import seed_everything, set_determinism
+from common.terminal import set_up_logs
+from common.training.evaluate import evaluate
+from common.training.optimizer import OptimizerOptions, set_lr
+from recipes.fsdp.model import Transformer, TransformerOptions, initialize
+from recipes.fsdp.parallel import (
+    ParallelOptions,
+    clip_by_global_norm,
+    data_ranks,
+    in_step,
+    make_adamw,
+    make_mesh,
+    parallelise,
+)
+from recipes.fsdp.text import VOCABULARY, TextOptions, load_text
+
+NAME = "fsdp"
+
+
+@dataclass(frozen=True)
+class PrecisionRunOptions(RunOptions):
+    """Where the run goes, on what, and what it leaves."""
+
+    precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"  # type: ignore[assignment]
+    """Arithmetic of the model. auto: bf16 on GPUs, fp32 on CPUs.
+    bf16: computes in bf16, but weights, gradients' sums and optimizer state are fp32."""
+
+
+@dataclass(frozen=True)
+class AdamWOptions(OptimizerOptions):
+    """Length of the training, batch size and learning rate."""
+
+    clip_grad_norm: float = 1.0
+    """Largest norm of the gradient of the whole model; a longer one is scaled down."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """All options; a group means the same in every recipe."""
+
+    run: PrecisionRunOptions = field(default_factory=PrecisionRunOptions)
+    text: TextOptions = field(default_factory=TextOptions)
+    model: TransformerOptions = field(default_factory=TransformerOptions)
+    optimizer: AdamWOptions = field(
+        default_factory=partial(
+            AdamWOptions, epochs=2, lr=3e-3, warmup_epochs=0.1, momentum=0, weight_decay=0.1
+        )
+    )
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+
+    def __post_init__(self) -> None:
+        """Refuse combinations that cannot work."""
+        if self.optimizer.momentum:
+            raise ValueError(f"{NAME} trains with AdamW: no --momentum")
+        if self.optimizer.clip_grad_norm <= 0:
+            raise ValueError("--clip-grad-norm must be positive")
+
+
+def train(config: Config, ranks: Ranks) -> None:
+    """Train as one rank of the run, whose folder is `config.run.output_dir`."""
+    options, parallel, seed = config.optimizer, config.parallel, config.run.seed
+    set_up_logs(ranks)
+
+    # seed
+    set_determinism(**config.run.determinism)
+    seed_everything(seed)
+    device = choose_device(config.run.device, ranks)
+    if config.run.precision == "auto":
+        chosen = replace(config.run, precision="bf16" if device.type == "cuda" else "fp32")
+        config = replace(config, run=chosen)
+    sizes = parallel.sizes(ranks.world_size)
+    announce(NAME, config.run, ranks, device)
+    dtype = torch.float64 if config.run.precision == "fp64" else torch.float32
+    with process_group(ranks, device, config.run.backend, config.run.timeout_s):
+        run = Run(NAME, config, ranks, device)
+        mesh = make_mesh(device, sizes)
+        share, shares = data_ranks(mesh)
+
+        # data
+        text = load_text(config.text, seed)
+        data, batch_size = text.data, options.total_batch_size(shares)
+        batches = GlobalBatches(len(data.train), batch_size, seed, share, shares)
+        loader = make_loader(data.train, batches)
+        val_size = eval_batch_size(len(data.val))
+        val_loader = make_loader(data.val, fixed_batches(len(data.val), val_size, share, shares))
+        val_steps = -(-len(data.val) // (val_size * shares))
+
+        # model
+        with torch.device("meta"):  # without memory: no rank ever holds all of it
+            model = Transformer(config.model, VOCABULARY).to(dtype)
+
+        # parallelise
+        parallelise(model, mesh, parallel, bf16=config.run.precision == "bf16")
+        model.to_empty(device=device)
+        initialize(model, seed)
+
+        # optimizer
+        optimizer = make_adamw(model, options.lr, options.weight_decay)
+
+        # resume
+        parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer}
+        loop = Loop(run, parts, options, batches, data, mesh=mesh)
+        if not loop.resume():
+            return
+
+        def predict(tokens: Tensor) -> Tensor | None:
+            logits: Tensor = model(tokens.to(device)).flatten(0, 1)
+            return logits if mesh["tensor"].get_local_rank() == 0 else None  # count them once
+
+        # loop
+        for epoch in loop.epochs():
+            batches.set_epoch(epoch, loop.state.batch, loop.steps_left)
+            for tokens, targets in loader:
+                set_lr(optimizer, loop.lr)
+                logits = model(tokens.to(device)).transpose(1, 2).to(dtype)
+                losses = cross_entropy(logits, targets.to(device), reduction="none").mean(1)
+                losses.mean().backward()
+                clip_by_global_norm(model, options.clip_grad_norm, mesh)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                loop.after_step(losses)
+            loop.save()  # before the evaluation, which may take long
+            held_out = in_step(val_loader, val_steps, predict)
+            total = len(data.val) * config.text.context  # targets
+            result = evaluate(predict, held_out, total, device)
+            loop.after_epoch(result, loop.whole_model() if config.run.epoch_weights else {})
+
+        # report
+        loop.finish(
+            loop.whole_model(),
+            bits_per_character=text.bits_per_character(result.loss),
+            bigram_bits_per_character=text.bigram_bits,
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from a command line; returns the exit status."""
+    return cli.run(NAME, Config, train, arguments)
+
+
+if __name__ == "__main__":
+    end_process(main())
