@@ -1,0 +1,273 @@
+"""Laws of fsdp: every mesh trains like one plain process, and resumes from every other mesh."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from common.errors import InputError
+from common.files import weights_sha256
+from common.launch.ranks import Ranks
+from common.shards import fill, take_apart
+from recipes.fsdp import parallel, text
+from recipes.fsdp.model import Transformer, TransformerOptions, initialize
+from recipes.fsdp.train import Config, train
+from tests.conftest import Result
+from tests.pool import Pool, in_group
+
+CPU = torch.device("cpu")
+SMALL = TransformerOptions(layers=2, width=32, heads=4, tie_weights=False)
+VOCABULARY = 50  # no number of ranks here divides it
+MESHES = [(1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2)]
+"""replicas x shard x tensor parallel"""
+
+Weights = dict[str, Tensor]
+Sizes = tuple[int, int, int]
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    drawn = torch.randint(0, VOCABULARY, (8, 13), generator=generator)
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def steps(
+    model: Transformer, count: int, share: int, shares: int, clip: Callable[[], Tensor]
+) -> list[float]:
+    """Train on a share of each batch; the norms of the gradient."""
+    optimizer, norms = parallel.make_adamw(model, 0.003, 0.1), []
+    for step in range(count):
+        tokens, targets = (part.chunk(shares)[share] for part in batch(step))
+        cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+        norms.append(float(clip()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def on_meta() -> Transformer:
+    with torch.device("meta"):
+        return Transformer(SMALL, VOCABULARY).double()
+
+
+def plain(count: int) -> tuple[Weights, list[float]]:
+    """One process, torch's own clipping; weights and norms."""
+    model: Transformer = on_meta().to_empty(device="cpu")
+    initialize(model, 0)
+    norms = steps(model, count, 0, 1, lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    return {name: value.detach() for name, value in model.state_dict().items()}, norms
+
+
+def on_mesh(
+    ranks: Ranks, sizes: Sizes, count: int, how: dict[str, bool] | None = None, fault: str = ""
+) -> tuple[dict[str, Any], list[float]]:
+    """This rank's pieces of the weights after some steps, and the norms."""
+    replicas, shard, tensor = sizes
+    options = parallel.ParallelOptions(shard, replicas, tensor, **(how or {}))
+    mesh = parallel.make_mesh(CPU, options.sizes(ranks.world_size))
+    model = on_meta()
+    parallel.parallelise(model, mesh, options)
+    model.to_empty(device="cpu")
+    initialize(model, 0)
+    if fault == "sum":  # gradients are added, not averaged
+        model.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+        for block in model.blocks:
+            block.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+
+    def clip() -> Tensor:
+        if fault == "local norm":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(dist, "all_reduce", lambda _: None)
+                return parallel.clip_by_global_norm(model, 0.5, mesh)
+        return parallel.clip_by_global_norm(model, 0.5, mesh)
+
+    norms = steps(model, count, *parallel.data_ranks(mesh), clip)
+    _, pieces = take_apart(model.state_dict(), mesh)
+    return {k: (piece.clone(), starts) for k, (piece, starts) in pieces.items()}, norms
+
+
+def together(pieces: list[dict[str, Any]], like: Weights) -> Weights:
+    """The whole weights, from the pieces of every rank."""
+    whole = {name: torch.full_like(value, torch.nan) for name, value in like.items()}
+    for name, value in whole.items():
+        fill(f"[{name!r}]", value, [0] * value.ndim, pieces)
+    return whole
+
+
+def difference(a: Weights, b: Weights) -> float:
+    return max(float((a[name] - b[name]).abs().max()) for name in b)
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_every_mesh_trains_like_one_plain_process(
+    pool: Pool, sizes: Sizes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Weights and gradient norms after 20 clipped steps; the initial weights to the bit."""
+    world = sizes[0] * sizes[1] * sizes[2]
+    initial, _ = plain(0)
+    found = pool.run(in_group, world, on_mesh, sizes, 0)
+    begun = together([pieces for pieces, _ in found], initial)
+    assert all(torch.equal(begun[name], value) for name, value in initial.items())
+    expected, norms = plain(20)
+    assert min(norms) > 0.5, "every step is clipped"
+    ways = [{}, {"recompute": True, "reshard_after_forward": False}]
+    for how in ways if sizes in ((1, 2, 1), (1, 2, 2)) else ways[:1]:
+        found = pool.run(in_group, world, on_mesh, sizes, 20, how)
+        assert difference(together([pieces for pieces, _ in found], expected), expected) < 1e-10
+        for _, own in found:
+            assert own == pytest.approx(norms, rel=1e-10)
+    assert "suboptimal" not in capfd.readouterr().err
+
+
+
+
+@pytest.mark.parametrize("fault", ["sum", "local norm"])
+def test_a_wrong_reduction_would_be_seen(pool: Pool, fault: str) -> None:
+    expected, norms = plain(20)
+    found = pool.run(in_group, 2, on_mesh, (1, 2, 1), 20, None, fault)
+    weights = together([pieces for pieces, _ in found], expected)
+    assert difference(weights, expected) > 1e-6
+    assert found[0][1] != pytest.approx(norms, rel=1e-6)
+
+
+def test_windows_are_a_pure_function_of_seed_epoch_and_index() -> None:
+    content = torch.arange(200, dtype=torch.uint8)
+    one, other = (text.Windows(content, 16, seed) for seed in (3, 4))
+    keys = [(2, index) for index in range(len(one))]
+    tokens, targets = one.__getitems__(keys)
+    assert torch.equal(targets, tokens + 1)
+    for key, expected in zip(keys, tokens, strict=True):
+        assert torch.equal(one.__getitems__([key])[0][0], expected), "whatever else is in the batch"
+    assert not torch.equal(other.__getitems__(keys)[0], tokens)
+    assert not torch.equal(one.__getitems__([(3, i) for _, i in keys])[0], tokens)
+    held_out = text.Windows(content, 16, None)
+    targets = held_out.__getitems__([(0, index) for index in range(len(held_out))])[1]
+    assert targets.flatten().tolist() == list(range(1, 193)), "each target once"
+
+
+def test_bits_of_texts_whose_bits_are_known() -> None:
+    def bits(train: Tensor, val: Tensor) -> float:
+        return text.bigram_bits_per_byte(train, text.Windows(val, 16, None))
+
+    turns = torch.tensor([97, 98], dtype=torch.uint8).repeat(5000)
+    assert bits(turns, turns) < 0.01, "the next byte is certain"
+    noise = torch.randint(97, 101, (200_000,), generator=torch.Generator().manual_seed(0))
+    assert bits(noise.byte(), noise.byte()) == pytest.approx(2, abs=0.01)
+    assert text.Text(None, 1.5, 0).bits_per_character(torch.tensor(2.0).log().item()) == 1.5  # type: ignore[arg-type]
+
+
+# The recipe itself: snapshots, resume, other meshes
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "book.txt"
+    path.write_text("".join(f"{n} times {n} is {n * n}: naïve, but true.\n" for n in range(300)))
+    return path
+
+
+def run_fsdp(ranks: Ranks, folder: Path, book: Path, sizes: Sizes, options: dict[str, Any]) -> None:
+    default = Config()
+    replicas, shard, tensor = sizes
+    run = {"output_dir": folder, "precision": "fp64", "log_every": 1, **options.get("run", {})}
+    optimizer = {"epochs": 2, "global_batch_size": 32, **options.get("optimizer", {})}
+    config = Config(
+        run=replace(default.run, **run),
+        text=replace(default.text, data="text", data_path=book, context=16),
+        model=TransformerOptions(layers=2, width=32, heads=4),
+        optimizer=replace(default.optimizer, **optimizer),
+        parallel=parallel.ParallelOptions(shard, replicas, tensor),
+    )
+    train(config, ranks)
+
+
+def fsdp(pool: Pool, folder: Path, book: Path, sizes: Sizes, **options: Any) -> Result:
+    pool.run(run_fsdp, sizes[0] * sizes[1] * sizes[2], folder, book, sizes, options)
+    return Result(0, "", "", folder)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 2, 2)])
+def test_interrupted_in_mid_epoch_and_resumed_is_uninterrupted(
+    pool: Pool, tmp_path: Path, book: Path, sizes: Sizes
+) -> None:
+    run = {"precision": "fp32", "keep_snapshots": 2}
+    whole = fsdp(pool, tmp_path / "whole", book, sizes, run=run)
+    for last in (4, 19, None):
+        cut = fsdp(pool, tmp_path / "cut", book, sizes, run=run, optimizer={"max_steps": last})
+    assert cut.summary["resumed_from"] == 19
+    assert cut.summary["steps"] > 2 * 16, "19 is in mid-epoch"
+    assert (cut.sha, cut.losses) == (whole.sha, whole.losses)
+    assert cut.metrics[-1] == whole.metrics[-1], "the epoch's mean loss goes on too"
+    files = sorted(path.name for path in (tmp_path / "cut" / "snapshots").iterdir())
+    world = sizes[1] * sizes[2]
+    assert len(files) == 2 * (1 + world), "old shards go with their snapshot"
+
+
+def test_another_mesh_goes_on_at_the_same_sample(pool: Pool, tmp_path: Path, book: Path) -> None:
+    whole = fsdp(pool, tmp_path / "whole", book, (1, 1, 1))
+    legs = [((1, 4, 1), 5), ((1, 1, 2), 11), ((1, 1, 1), 15), ((2, 2, 1), 20), ((1, 2, 2), None)]
+    for sizes, last in legs:
+        resumed = fsdp(pool, tmp_path / "cut", book, sizes, optimizer={"max_steps": last})
+    assert resumed.summary["resumed_from"] == 20
+    assert resumed.losses == pytest.approx(whole.losses, rel=1e-10)
+    assert resumed.metrics[-1]["train_loss"] == pytest.approx(whole.metrics[-1]["train_loss"])
+    assert resumed.summary["bits_per_character"] == pytest.approx(
+        whole.summary["bits_per_character"], rel=1e-10
+    )
+
+
+def test_the_whole_model_loads_in_a_plain_process(pool: Pool, tmp_path: Path, book: Path) -> None:
+    """It predicts what the sharded model predicted, and the run's folder keeps nothing else."""
+    run = fsdp(pool, tmp_path / "run", book, (1, 2, 2), optimizer={"max_steps": 18})
+    weights = torch.load(run.folder / "model.pt", weights_only=True)
+    assert weights_sha256(weights) == run.sha
+    model = Transformer(TransformerOptions(layers=2, width=32, heads=4), text.VOCABULARY).double()
+    model.load_state_dict(weights)
+    options = text.TextOptions("text", book, 16)
+    held_out = in_group(Ranks(), lambda _: text.load_text(options, 0)).data.val
+    tokens, targets = held_out.__getitems__([(0, index) for index in range(len(held_out))])
+    with torch.no_grad():
+        logits = model(tokens).flatten(0, 1)
+    loss = float(cross_entropy(logits, targets.flatten()))
+    assert loss == pytest.approx(run.metrics[-1]["val_loss"], rel=1e-10)
+    assert int((logits.argmax(1) == targets.flatten()).sum()) == run.summary["val_correct"]
+    assert not list(run.folder.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("fault", ["missing", "torn", "of another step", "of another run"])
+def test_an_unsound_shard_is_named_and_the_snapshot_before_is_taken(
+    pool: Pool, tmp_path: Path, book: Path, fault: str
+) -> None:
+    folder, sizes = tmp_path / "run" / "snapshots", (1, 2, 1)
+    for last in (3, 6):
+        fsdp(pool, tmp_path / "run", book, sizes, optimizer={"max_steps": last})
+    older, newest = sorted(folder.glob("step_*.rank_00001.*.shard"))
+    if fault == "missing":
+        newest.unlink()
+    elif fault == "torn":
+        newest.write_bytes(newest.read_bytes()[:-100])
+    elif fault == "of another step":
+        newest.write_bytes(older.read_bytes())
+    else:
+        fsdp(pool, tmp_path / "other", book, sizes, run={"seed": 1}, optimizer={"max_steps": 6})
+        (other,) = (tmp_path / "other" / "snapshots").glob("step_*.rank_00001.*.shard")
+        newest.write_bytes(other.read_bytes())
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    resumed = fsdp(pool, tmp_path / "run", book, sizes, optimizer={"max_steps": 4})
+    assert resumed.summary["resumed_from"] == 3
+    log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    kind = "missing" if fault == "missing" else "torn or altered"
+    assert f"{newest.name} is {kind}" in log
+    for path, content in before.items():
+        aside = path.with_suffix(".unsound")
+        assert (path if path.exists() else aside).read_bytes() == content, "the evidence stays"
+    for path in folder.glob("*.shard"):
+        path.write_bytes(b"")
+    with pytest.raises(InputError, match="snapshots in .* can be used"):
+        fsdp(pool, tmp_path / "run", book, sizes, optimizer={"max_steps": 8})
