@@ -111,7 +111,7 @@ def take_turns(case: Case, rounds: int, ranks: Ranks) -> dict[str, list[float]]:
             start_s = time.perf_counter()
             for _ in range(case.steps):
                 images, labels = next(streams[accumulate])
-                for part, truth in micro_batches(ddp, images, labels, accumulate):
+                for part, truth in micro_batches(ddp, (images, labels), accumulate):
                     with autocast:
                         loss = cross_entropy(ddp(part), truth)
                     (loss / accumulate).backward()

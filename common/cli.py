@@ -248,6 +248,6 @@ def _one_line(box: str, known: Sequence[str]) -> str:
     text = " ".join(paragraphs[0 if framed or len(paragraphs) == 1 else 1].split())
     text = re.sub(r"^Error parsing (\w+: )?|\. Got errors: .*", "", text).rstrip(" .")
     unknown = re.search(r"Unrecognized options: (--[\w-]+)", text)
-    if unknown and (near := difflib.get_close_matches(unknown[1], known, n=1)):
+    if unknown and not hint(text) and (near := difflib.get_close_matches(unknown[1], known, n=1)):
         text += f" (perhaps you meant {near[0]})"
     return ". ".join(filter(None, [text, hint(text), "--help lists the options"]))

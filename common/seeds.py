@@ -43,10 +43,15 @@ def mix(*parts: int) -> int:
 
 def seed_everything(*parts: int) -> None:
     """Seed Python's, NumPy's and torch's generators (all devices) from `parts`."""
-    seed = mix(*parts)
+    torch.manual_seed(mix(*parts))
+    seed_cpu(mix(*parts))
+
+
+def seed_cpu(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's CPU generators, fast enough for every sample."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
 
 
 def seed_torch(device: torch.device, *parts: int) -> None:

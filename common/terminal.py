@@ -1,9 +1,11 @@
 """What the person sees: rank 0's lines and progress bar."""
 
 import logging
+import shutil
 import sys
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
@@ -24,16 +26,30 @@ def set_up_logs(ranks: Ranks) -> None:
 
 
 def progress_bar(
-    total: int, initial: int, ranks: Ranks, unit: str = "step", desc: str | None = None
+    total: int | None,
+    initial: int,
+    ranks: Ranks,
+    unit: str = "step",
+    desc: str | None = None,
+    *,
+    keep: bool = True,
 ) -> "tqdm[Any]":
-    """A bar on rank 0's stderr; updated twice a minute if stderr is not a terminal."""
+    """A bar on rank 0's stderr; if stderr is not a terminal, a line twice a minute.
+
+    Without `keep` it disappears at its end, and is not shown if that comes before the first line.
+    """
+    on_terminal = sys.stderr.isatty()
+    every_s = 0.1 if on_terminal else 30.0
     return tqdm(
         total=total,
         initial=initial,
         unit=unit,
         desc=desc,
-        mininterval=0.1 if sys.stderr.isatty() else 30.0,
-        file=_Quiet(sys.stderr),
+        leave=keep,
+        delay=0 if keep or on_terminal else every_s,
+        mininterval=every_s,
+        ncols=shutil.get_terminal_size().columns if on_terminal else None,
+        file=_Bars(sys.stderr),
         disable=not ranks.is_main,
     )
 
@@ -41,29 +57,29 @@ def progress_bar(
 class _Terminal(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         mark = "warning: " if record.levelno >= logging.WARNING else ""
-        line = f"{mark}{record.getMessage()}"
         with suppress(OSError, ValueError):  # training continues without a terminal
-            if sys.stderr.isatty():
-                tqdm.write(line, file=sys.stdout)  # keeps the progress bar intact
-            else:
-                print(line, flush=True)
+            beside = tqdm.external_write_mode if sys.stderr.isatty() else nullcontext
+            with beside(_Bars(sys.stderr)):  # keeps the progress bars intact
+                print(f"{mark}{record.getMessage()}", flush=True)
 
 
-class _Quiet:
-    """A stream whose reader may end: what it can no longer take is dropped."""
+@dataclass(frozen=True)
+class _Bars:
+    """A stream for bars: in place on a terminal, else each on a line. Its reader may end."""
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
+    stream: Any
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)
 
     def write(self, text: str) -> None:
         """Write, if anybody reads."""
         with suppress(OSError, ValueError):
-            self._stream.write(text)
+            if not self.stream.isatty():
+                text = f"{text.strip()}\n".lstrip()
+            self.stream.write(text)
 
     def flush(self) -> None:
         """Flush, if anybody reads."""
         with suppress(OSError, ValueError):
-            self._stream.flush()
+            self.stream.flush()

@@ -40,11 +40,10 @@ class Throughput:
             synchronize(*self.devices)
             self._since_s = time.perf_counter()
 
-    @property
-    def samples_per_s(self) -> float:
-        """Speed over all ranks since this process's first step; 0 before its second step."""
-        running_s = max(0.0, time.perf_counter() - self._since_s)
-        return self._samples / (self._trained_s + running_s) if self._samples else 0.0
+    def measured(self) -> dict[str, float]:
+        """`samples_per_s` over all ranks since this process's first step; {} before its second."""
+        trained_s = self._trained_s + max(0.0, time.perf_counter() - self._since_s)
+        return {"samples_per_s": self._samples / trained_s} if self._samples else {}
 
 
 def peak_memory_bytes(devices: list[torch.device]) -> list[int]:

@@ -38,6 +38,9 @@ def assert_same(result: Result, reference: Result) -> None:
     result.assert_ok()
     assert result.sha == reference.sha
     assert result.losses == reference.losses
+    assert result.summary["best"] == reference.summary["best"]
+    best = [(run.folder / "best.pt").read_bytes() for run in (result, reference)]
+    assert best[0] == best[1]
 
 
 def test_make_run_trains_with_its_defaults(recipe: Recipe) -> None:
@@ -65,8 +68,11 @@ def test_make_run_trains_with_its_defaults(recipe: Recipe) -> None:
         "epochs",
         "steps",
         "train_loss",
+        "val_loss",
         "val_accuracy",
         "val_correct",
+        "val_top5",
+        "best",
         "val_total",
         "samples_per_s",
         "peak_memory_bytes",
@@ -120,7 +126,7 @@ def assert_record(folder: Path, summary: dict[str, Any]) -> None:
     assert len(list((folder / "snapshots").iterdir())) == 3
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    scalars = {"loss", "accuracy", "learning_rate", "samples_per_s"}
+    scalars = {"loss", "accuracy", "learning_rate", "samples_per_s", "train_loss"}
     assert scalars <= set(events.Tags()["scalars"])
     accuracy = [event.value for event in events.Scalars("accuracy")]
     assert accuracy[-1] == pytest.approx(summary["val_accuracy"])

@@ -19,7 +19,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 from sklearn.datasets import load_sample_images
-from torch import nn
+from torch import Tensor, nn
 from torchvision import transforms as v1
 
 from common.data import image_folder, workers
@@ -165,13 +165,13 @@ def photos(root: Path) -> Path:
 class Pictures:
     """The same files, opened by Pillow."""
 
-    def __init__(self, files: list[tuple[Path, int]]) -> None:
-        self.files = files
+    def __init__(self, files: list[tuple[Path, int]], steps: list[Any]) -> None:
+        self.files, self.transform = files, v1.Compose(steps)
 
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, label = self.files[index]
         with Image.open(path) as image:
-            return image.convert("RGB"), label
+            return self.transform(image.convert("RGB")), label
 
 
 def test_photos_are_what_the_classic_pipeline_shows(tmp_path: Path) -> None:
@@ -185,8 +185,7 @@ def test_photos_are_what_the_classic_pipeline_shows(tmp_path: Path) -> None:
     std = torch.tensor(IMAGENET_STD).view(-1, 1, 1)
     batches = DeviceBatches([], torch.device("cpu"), torch.float32, data.mean, data.std)
     for ours, steps in ((data.train, augment), (data.val, plain)):
-        source = Pictures(ours.source.files)
-        theirs = Samples(source, ours.indices, v1.Compose(steps + to_float), 0)
+        theirs = Samples(Pictures(ours.source.files, steps + to_float), ours.indices, 0)
         for epoch in range(20):
             for index in range(2):
                 (mine, label), (classic, expected) = ours[(epoch, index)], theirs[(epoch, index)]
@@ -211,9 +210,9 @@ def test_both_jpeg_decoders_give_the_same_bytes(
     path = tmp_path / "a.jpg"
     Image.fromarray(load_sample_images().images[0]).convert(mode).save(path, quality=80)
     assert (image_folder.fast_jpeg() is None) == (torch.__version__ < "2.11")
-    fast = image_folder.ImageFiles([(path, 0)])[0][0]
+    fast = image_folder.ImageFiles([(path, 0)], torch.clone)[0][0]
     monkeypatch.setattr(image_folder, "fast_jpeg", lambda: None)
-    assert torch.equal(fast, image_folder.ImageFiles([(path, 0)])[0][0])
+    assert torch.equal(fast, image_folder.ImageFiles([(path, 0)], torch.clone)[0][0])
 
 
 def faulty_folder(root: Path, fault: str) -> str:
@@ -449,5 +448,5 @@ def test_a_photo_is_turned_as_the_camera_was_held(
     expected = np.asarray(ImageOps.exif_transpose(Image.open(tmp_path / "a.jpg")))
     for decoder in {image_folder.fast_jpeg(), None}:
         monkeypatch.setattr(image_folder, "fast_jpeg", lambda found=decoder: found)
-        found, _ = image_folder.ImageFiles([(tmp_path / "a.jpg", 0)])[0]
+        found, _ = image_folder.ImageFiles([(tmp_path / "a.jpg", 0)], torch.clone)[0]
         assert np.array_equal(found.permute(1, 2, 0).numpy(), expected)

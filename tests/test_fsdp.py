@@ -75,10 +75,6 @@ def on_mesh(
     parallel.parallelise(model, mesh, options)
     model.to_empty(device="cpu")
     initialize(model, 0)
-    if fault == "sum":  # gradients are added, not averaged
-        model.set_gradient_divide_factor(1.0)  # type: ignore[operator]
-        for block in model.blocks:
-            block.set_gradient_divide_factor(1.0)  # type: ignore[operator]
 
     def clip() -> Tensor:
         if fault == "local norm":
@@ -87,9 +83,17 @@ def on_mesh(
                 return parallel.clip_by_global_norm(model, 0.5, mesh)
         return parallel.clip_by_global_norm(model, 0.5, mesh)
 
-    norms = steps(model, count, *parallel.data_ranks(mesh), clip)
+    with pytest.MonkeyPatch.context() as patch:
+        if fault == "no reduction":
+            patch.setattr(dist, "reduce_scatter_tensor", keep_own_part)
+        norms = steps(model, count, *parallel.data_ranks(mesh), clip)
     _, pieces = take_apart(model.state_dict(), mesh)
     return {k: (piece.clone(), starts) for k, (piece, starts) in pieces.items()}, norms
+
+
+def keep_own_part(output: Tensor, input: Tensor, group: Any, **_: Any) -> None:
+    """In place of dist.reduce_scatter_tensor: a rank ignores what the other ranks have."""
+    output.copy_(input.chunk(dist.get_world_size(group))[dist.get_rank(group)])
 
 
 def together(pieces: list[dict[str, Any]], like: Weights) -> Weights:
@@ -125,9 +129,7 @@ def test_every_mesh_trains_like_one_plain_process(
     assert "suboptimal" not in capfd.readouterr().err
 
 
-
-
-@pytest.mark.parametrize("fault", ["sum", "local norm"])
+@pytest.mark.parametrize("fault", ["no reduction", "local norm"])
 def test_a_wrong_reduction_would_be_seen(pool: Pool, fault: str) -> None:
     expected, norms = plain(20)
     found = pool.run(in_group, 2, on_mesh, (1, 2, 1), 20, None, fault)
@@ -159,7 +161,9 @@ def test_bits_of_texts_whose_bits_are_known() -> None:
     assert bits(turns, turns) < 0.01, "the next byte is certain"
     noise = torch.randint(97, 101, (200_000,), generator=torch.Generator().manual_seed(0))
     assert bits(noise.byte(), noise.byte()) == pytest.approx(2, abs=0.01)
-    assert text.Text(None, 1.5, 0).bits_per_character(torch.tensor(2.0).log().item()) == 1.5  # type: ignore[arg-type]
+    certain = torch.full((2, 3, 4), 0.0)
+    scores = text.Text(None, 1.5, 0).score(lambda _: certain, (None, torch.zeros(2, 3).long()))  # type: ignore[arg-type]
+    assert scores["bits_per_character"].tolist() == [3.0, 3.0], "2 bits per byte, 1.5 bytes each"
 
 
 # The recipe itself: snapshots, resume, other meshes
@@ -217,8 +221,8 @@ def test_another_mesh_goes_on_at_the_same_sample(pool: Pool, tmp_path: Path, boo
     assert resumed.summary["resumed_from"] == 20
     assert resumed.losses == pytest.approx(whole.losses, rel=1e-10)
     assert resumed.metrics[-1]["train_loss"] == pytest.approx(whole.metrics[-1]["train_loss"])
-    assert resumed.summary["bits_per_character"] == pytest.approx(
-        whole.summary["bits_per_character"], rel=1e-10
+    assert resumed.summary["val_bits_per_character"] == pytest.approx(
+        whole.summary["val_bits_per_character"], rel=1e-10
     )
 
 
@@ -236,7 +240,6 @@ def test_the_whole_model_loads_in_a_plain_process(pool: Pool, tmp_path: Path, bo
         logits = model(tokens).flatten(0, 1)
     loss = float(cross_entropy(logits, targets.flatten()))
     assert loss == pytest.approx(run.metrics[-1]["val_loss"], rel=1e-10)
-    assert int((logits.argmax(1) == targets.flatten()).sum()) == run.summary["val_correct"]
     assert not list(run.folder.glob("*.tmp"))
 
 

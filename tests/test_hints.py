@@ -74,6 +74,11 @@ MESSAGES = [
     ),
     ("rank 1 on n1 was killed by SIGKILL", "half the --global-batch-size"),
     ("rank 1 on n1 was killed by SIGABRT", "TORCH_DISTRIBUTED_DEBUG=DETAIL"),
+    ("invalid choice 'cuda:1' for argument '--device'", "CUDA_VISIBLE_DEVICES"),
+    ("Unrecognized options: --batch-size, 32", "--global-batch-size"),
+    ("Unrecognized options: --use_syncbn", "--sync-bn"),
+    ("Unrecognized options: --nproc-per-node=2", "--nproc"),
+    ("Unrecognized options: --dist_url, tcp://10.0.0.1:29500", "--master-addr"),
     ("invalid choice 'mpi' for argument '--backend'", "without MPI"),
 ]
 

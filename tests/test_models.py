@@ -36,6 +36,19 @@ def test_weights_of_matching_shape_load_and_the_others_are_named(tmp_path: Path)
         assert torch.equal(model.state_dict()[name], other.state_dict()[name])
 
 
+@pytest.mark.parametrize(("side", "other_side"), [(8, 224), (224, 8)])
+def test_the_first_layers_are_those_of_the_weights(
+    tmp_path: Path, side: int, other_side: int
+) -> None:
+    """A finished run's model can be trained further; published weights need the large stem."""
+    trained = build_model(ModelOptions(model="resnet18"), 3, 10, side)
+    torch.save(trained.state_dict(), tmp_path / "model.pt")
+    options = ModelOptions(model="resnet18", weights=tmp_path / "model.pt")
+    for size in (side, other_side):
+        model = build_model(options, 3, 10, size)
+        assert load_matching(model, tmp_path / "model.pt")[1] == []
+
+
 def test_weights_that_cannot_be_used(tmp_path: Path) -> None:
     model = build_model(ModelOptions(), channels=1, classes=10)
     with pytest.raises(InputError, match="is not a file"):

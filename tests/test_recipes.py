@@ -371,7 +371,11 @@ def test_an_interrupted_pipeline_resumes_every_stage(pool: Pool, tmp_path: Path)
     ("name", "options", "says"),
     [
         ("model_parallel_toy", "--stages 3", "more than the 2 layers"),
-        ("model_parallel_toy", "--schedule micro --micro-batches 5", "divided by .* 5 micro"),
+        (
+            "model_parallel_toy",
+            "--schedule micro --micro-batches 5 --global-batch-size 96",
+            "divided by .* 5 micro",
+        ),
         ("model_parallel_toy", "--schedule split --micro-batches 2", "split has no micro-batches"),
         ("model_parallel_toy", "--schedule 1f1b --stages 4 --micro-batches 2", "at least as many"),
         ("model_parallel_toy", "--devices cuda:7 cpu", "cuda:7 is not there"),
@@ -489,14 +493,14 @@ def test_the_recommendation_is_the_smallest_that_nothing_beats() -> None:
 class Slow(Samples):
     """A sample takes two milliseconds of waiting, as for a disk."""
 
-    def __getitems__(self, keys: Sequence[Key]) -> list[Tensor]:
+    def __getitems__(self, keys: Sequence[Key]) -> Any:
         time.sleep(0.002 * len(keys))
         return super().__getitems__(keys)
 
 
 def test_what_is_measured_is_loading_and_not_what_was_loaded_before() -> None:
     """200 samples of 2 ms by two processes take 0.2 s: none may be ready when the clock starts."""
-    samples = Slow([(torch.zeros(1), 0)], [0] * 200, torch.Tensor.clone, 0)
+    samples = Slow([(torch.zeros(1), 0)], [0] * 200, 0)
     epoch = [[(0, index) for index in range(start, start + 10)] for start in range(0, 200, 10)]
     for workers, ideal in ((0, 500), (2, 1000)):
         for make in (make_loader, make_stream_loader):

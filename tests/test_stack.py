@@ -82,7 +82,7 @@ def test_what_is_refused_in_an_image_is_refused_by_the_front_door(recipe: Recipe
 
 def test_loading_processes_are_no_more_than_shared_memory_holds() -> None:
     image = torch.zeros(3, 100, 100)
-    samples = Samples([(image, 0)] * 8, range(8), lambda x: x, 0)
+    samples = Samples([(image, 0)] * 8, range(8), 0)
     batch_bytes = 16 * (3 * 100 * 100 * 4 + 8)
     for most in (0, 1, 7):
         enough = batch_bytes * 2 * (2 * most + 2)  # two ready for each process, two in use

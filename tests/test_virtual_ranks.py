@@ -38,6 +38,7 @@ def numbers(run: Result) -> list[dict[str, Any]]:
 
 def assert_same_bits(run: Result, reference: Result) -> None:
     assert run.sha == reference.sha
+    assert run.summary["best"] == reference.summary["best"]
     assert numbers(run) == numbers(reference)
 
 
@@ -66,6 +67,17 @@ def test_the_same_bits_when_the_number_changes_in_the_middle_of_an_epoch(
         run = training(pool, world_size, tmp_path / "run", **options)
     assert run.summary["resumed_from"] == 33
     assert_same_bits(run, reference)
+
+
+def test_clipped_adamw_gives_the_same_bits_on_any_number_of_processes(
+    pool: Pool, tmp_path: Path
+) -> None:
+    optimizer = {"optimizer": "adamw", "lr": 1e-3, "clip_grad_norm": 0.5, "epochs": 1}
+    options = {**TRICKY, "optimizer": optimizer}
+    shas = {training(pool, n, tmp_path / str(n), **options).sha for n in (1, 2, 4)}
+    assert len(shas) == 1
+    unclipped = {**options, "optimizer": {**optimizer, "clip_grad_norm": None}}
+    assert training(pool, 1, tmp_path / "unclipped", **unclipped).sha not in shas
 
 
 def with_a_plain_all_reduce(ranks: Ranks, folder: Path, options: Any) -> None:

@@ -1,9 +1,12 @@
 """Batches on the device: images travel as bytes, and the next batch is copied ahead of time."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import length_hint
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class DeviceBatches:
@@ -13,22 +16,22 @@ class DeviceBatches:
     take a quarter of the memory and of the time to copy.
 
     Args:
-        loader: gives (images, labels). Images (samples, channels, height, width) are uint8, or
-            floating point and already normalised.
+        loader: gives batches: tensors, alone or in lists, tuples and dicts.
         device: where the batches go. On a GPU, the next batch is copied and normalised on a second
             stream while the current one is used.
-        dtype: of the images for the model.
-        mean: mean of each channel in the training images; 0 to 1.
+        dtype: of floating-point numbers for the model; integers stay as they are.
+        mean: mean of each channel in the training images; 0 to 1. If it is given, bytes (uint8) are
+            images (..., channels, height, width).
         std: standard deviation of each channel; 0 to 1.
     """
 
     def __init__(
         self,
-        loader: Iterable[tuple[Tensor, Tensor]],
+        loader: Iterable[Any],
         device: torch.device,
         dtype: torch.dtype,
-        mean: Sequence[float] = (0.0,),
-        std: Sequence[float] = (1.0,),
+        mean: Sequence[float] = (),
+        std: Sequence[float] = (),
     ) -> None:
         self.loader, self.device, self.dtype = loader, device, dtype
         mean_of, std_of = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (mean, std))
@@ -39,35 +42,40 @@ class DeviceBatches:
         """Loading processes of this rank; 0 if the rank itself loads."""
         return int(getattr(self.loader, "num_workers", 0))
 
-    def prepare(self, images: Tensor) -> Tensor:
-        """One image or a batch of images as the model sees them."""
-        images = images.to(self.device, non_blocking=True)
-        if images.dtype == torch.uint8:
-            images = images.float().mul_(self.scale).sub_(self.shift)
-        return images.to(self.dtype)
+    def prepare(self, batch: Any) -> Any:
+        """A batch, or a part of it, or one sample, as the model sees it."""
+        return tree_map_only(Tensor, self._prepare, batch)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(images, labels) on the device."""
+    def _prepare(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.to(self.device, non_blocking=True)
+        if tensor.dtype == torch.uint8 and len(self.scale):
+            tensor = tensor.float().mul_(self.scale).sub_(self.shift)
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    def __length_hint__(self) -> int:
+        return length_hint(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches on the device."""
         if self.device.type != "cuda":
-            for images, labels in self.loader:
-                yield self.prepare(images), labels
+            yield from map(self.prepare, self.loader)
             return
         copying, ready = torch.cuda.Stream(self.device), None
-        for images, labels in self.loader:
+        for batch in self.loader:
             with torch.cuda.stream(copying):
-                batch = self.prepare(images), labels.to(self.device, non_blocking=True)
+                batch = self.prepare(batch)
                 arrived = copying.record_event()
             if ready:
-                yield _taken_over(*ready)
+                yield self._taken_over(*ready)
             ready = batch, arrived
         if ready:
-            yield _taken_over(*ready)
+            yield self._taken_over(*ready)
 
-
-def _taken_over(batch: tuple[Tensor, Tensor], arrived: torch.cuda.Event) -> tuple[Tensor, Tensor]:
-    """The batch, for use on the stream that trains: that stream waits for the copy."""
-    training = torch.cuda.current_stream(batch[0].device)
-    training.wait_event(arrived)
-    for tensor in batch:
-        tensor.record_stream(training)  # or the memory could be reused while it is still read
-    return batch
+    def _taken_over(self, batch: Any, arrived: torch.cuda.Event) -> Any:
+        """The batch, for use on the stream that trains: that stream waits for the copy."""
+        training = torch.cuda.current_stream(self.device)
+        training.wait_event(arrived)
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, Tensor):
+                leaf.record_stream(training)  # or the memory could be reused while it is read
+        return batch

@@ -33,8 +33,30 @@ _TORCHVISION: dict[str, tuple[str, int, Sequence[float], Sequence[float]]] = {
 """torchvision's class, the side of an image [px], mean and standard deviation of its channels."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """How your own data are loaded."""
+
+    num_workers: int | Literal["auto"] | None = free(None)
+    """Loading processes per rank [processes]; 0: the training process loads.
+    None: for imagefolder one per free CPU core, at most 8; else 0.
+    auto: measured at the start, and remembered in the run's folder."""
+    pin_memory: bool = free(True)
+    """Page-locked host memory for copies to a GPU. Turn it off if host memory is short."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that mean nothing."""
+        if isinstance(self.num_workers, int) and self.num_workers < 0:
+            raise ValueError(f"--num-workers must be 0 or more, got {self.num_workers}")
+
+    @property
+    def slow(self) -> bool:
+        """Whether loading is slow enough for one process per CPU core by default."""
+        return False
+
+
 @dataclass(frozen=True)
-class DataOptions:
+class DataOptions(LoaderOptions):
     """What to train on, and how it is loaded."""
 
     data: Literal["digits", "imagefolder", "fashion_mnist", "cifar10", "fake"] = "digits"
@@ -50,21 +72,19 @@ class DataOptions:
     image_size: int | None = None
     """Side of the square that the model sees [px].
     None: digits 8, fashion_mnist 28, cifar10 and fake 32, imagefolder 224."""
-    num_workers: int | Literal["auto"] | None = free(None)
-    """Loading processes per rank [processes]; 0: the training process loads.
-    None: for imagefolder one per free CPU core, at most 8; else 0.
-    auto: measured at the start, and remembered in the run's folder."""
-    pin_memory: bool = free(True)
-    """Page-locked host memory for copies to a GPU. Turn it off if host memory is short."""
 
     def __post_init__(self) -> None:
         """Refuse combinations that mean nothing."""
+        super().__post_init__()
         if self.data in ("imagefolder", *_TORCHVISION) and self.data_path is None:
             raise ValueError(f"--data {self.data} needs --data-path DIR")
         if self.image_size is not None and self.image_size < 4:
             raise ValueError(f"--image-size must be at least 4 px, got {self.image_size}")
-        if isinstance(self.num_workers, int) and self.num_workers < 0:
-            raise ValueError(f"--num-workers must be 0 or more, got {self.num_workers}")
+
+    @property
+    def slow(self) -> bool:
+        """Photos are decoded; all other data sets are in memory."""
+        return self.data == "imagefolder"
 
 
 @dataclass(frozen=True)
@@ -73,17 +93,17 @@ class Data:
 
     train: Samples
     val: Samples
-    class_names: list[str]
-    channels: int
-    """Channels of an image: 1 or 3."""
-    side: int
-    """Side of an image [px]."""
     fingerprint: str
-    """SHA-256 over the bytes of the images and labels; imagefolder: over the files' relative paths
-    and sizes."""
-    mean: Sequence[float] = (0.0,)
+    """Changes with the data. SHA-256 over the bytes of the images and labels; imagefolder: over the
+    files' relative paths and sizes."""
+    class_names: Sequence[str] = ()
+    channels: int = 0
+    """Channels of an image: 1 or 3."""
+    side: int = 0
+    """Side of an image [px]."""
+    mean: Sequence[float] = ()
     """Mean of each channel, for images that are bytes (`common.data.batches`); 0 to 1."""
-    std: Sequence[float] = (1.0,)
+    std: Sequence[float] = ()
     """Standard deviation of each channel; 0 to 1."""
 
     @property
@@ -166,20 +186,19 @@ def _in_memory(arrays: "Arrays", order: Sequence[int], seed: int) -> Data:
     train = ArraySamples(arrays, order[:cut], seed, shift=True)
     val = ArraySamples(arrays, order[cut:], seed)
     channels, side, _ = arrays.images[0].shape
-    return Data(train, val, [str(n) for n in range(10)], channels, side, arrays.digest())
+    return Data(train, val, arrays.digest(), [str(n) for n in range(10)], channels, side)
 
 
 class Arrays:
-    """Images (count, channels, height, width) or other float32 inputs, and labels, in memory."""
+    """Images (count, channels, height, width) or other inputs, and their labels, in memory."""
 
     def __init__(self, images: Tensor, labels: Any) -> None:
         self.images, self.labels = images, torch.as_tensor(labels)
 
     def digest(self) -> str:
         """SHA-256 over all images and labels."""
-        return hashlib.sha256(
-            self.images.numpy().tobytes() + bytes(self.labels.tolist())
-        ).hexdigest()
+        both = self.images.numpy().tobytes() + self.labels.numpy().tobytes()
+        return hashlib.sha256(both).hexdigest()
 
 
 class ArraySamples(Samples):
@@ -188,7 +207,7 @@ class ArraySamples(Samples):
     def __init__(
         self, source: Arrays, indices: Sequence[int], seed: int, *, shift: bool = False
     ) -> None:
-        super().__init__(source, indices, torch.clone, seed)
+        super().__init__(source, indices, seed)
         self.shift = shift
 
     def __getitems__(self, keys: Sequence[Key]) -> list[Tensor]:
@@ -221,31 +240,31 @@ def torchvision_data(options: DataOptions, seed: int) -> Data:
     """fashion_mnist or cifar10, from the files that torchvision downloads."""
     from torchvision.transforms import v2
 
-    try:
-        train, val = (_torchvision_part(options, train=train) for train in (True, False))
-    except RuntimeError as error:
-        raise InputError(
-            f"no {options.data} in --data-path {options.data_path}: add --download, or put it there"
-        ) from error
     _, side, mean, std = _TORCHVISION[options.data]
     side = options.image_size or side
     plain = v2.Compose([v2.Resize((side, side)), v2.PILToTensor()])
     crop = v2.RandomCrop(side, padding=side // 8)
     augmented = v2.Compose([plain, crop, v2.RandomHorizontalFlip()])
+    try:
+        train = _torchvision_part(options, train=True, transform=augmented)
+        val = _torchvision_part(options, train=False, transform=plain)
+    except RuntimeError as error:
+        raise InputError(
+            f"no {options.data} in --data-path {options.data_path}: add --download, or put it there"
+        ) from error
     digest = hashlib.sha256()
     for part in (train, val):
         digest.update(np.asarray(part.data).tobytes() + np.asarray(part.targets).tobytes())
-    training = Samples(train, range(len(train)), augmented, seed)
-    validation = Samples(val, range(len(val)), plain, seed)
-    names, fingerprint = list(train.classes), digest.hexdigest()
-    return Data(training, validation, names, len(mean), side, fingerprint, mean, std)
+    training, validation = (Samples(part, range(len(part)), seed) for part in (train, val))
+    fingerprint, names = digest.hexdigest(), list(train.classes)
+    return Data(training, validation, fingerprint, names, len(mean), side, mean, std)
 
 
-def _torchvision_part(options: DataOptions, *, train: bool, download: bool = False) -> Any:
+def _torchvision_part(options: DataOptions, **more: Any) -> Any:
     from torchvision import datasets
 
     kind = getattr(datasets, _TORCHVISION[options.data][0])
-    return kind(options.data_path, train=train, download=download)
+    return kind(options.data_path, **more)
 
 
 def image_folder_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
@@ -257,7 +276,9 @@ def image_folder_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
     if options.verify_images:
         image_folder.verify_once(files, copy, ranks)
     log.info(f"JPEGs are decoded by {'TorchCodec' if image_folder.fast_jpeg() else 'Pillow'}")
-    side, source = options.image_size or 224, image_folder.ImageFiles(files)
-    training = Samples(source, train, partial(image_folder.random_crop, side=side), seed)
-    validation = Samples(source, val, partial(image_folder.center_crop, side=side), seed)
-    return Data(training, validation, names, 3, side, fingerprint, IMAGENET_MEAN, IMAGENET_STD)
+    side = options.image_size or 224
+    training, validation = (
+        Samples(image_folder.ImageFiles(files, partial(crop, side=side)), part, seed)
+        for part, crop in ((train, image_folder.random_crop), (val, image_folder.center_crop))
+    )
+    return Data(training, validation, fingerprint, names, 3, side, IMAGENET_MEAN, IMAGENET_STD)

@@ -204,19 +204,22 @@ def _image_fault(path: Path) -> str | None:
 
 
 class ImageFiles:
-    """Decoded RGB images of (path, class) pairs, each a uint8 tensor (3, height, width)."""
+    """Images of (path, class) pairs: decoded to RGB, uint8 (3, height, width), and transformed."""
 
-    def __init__(self, files: list[tuple[Path, int]]) -> None:
-        self.files = files
+    def __init__(
+        self, files: list[tuple[Path, int]], transform: Callable[[Tensor], Tensor]
+    ) -> None:
+        self.files, self.transform = files, transform
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, label = self.files[index]
         try:
-            return _decoded(path), label
+            image = _decoded(path)
         except Exception as error:  # Pillow's decoders raise many types
             raise TrainingError(
                 f"cannot read {path}, which was there at the start: {error}"
             ) from None
+        return self.transform(image), label
 
 
 @cache

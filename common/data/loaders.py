@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from common.data.batches import DeviceBatches
-from common.data.datasets import Data, DataOptions
+from common.data.datasets import Data, LoaderOptions
 from common.data.stream import GlobalBatches, eval_batch_size, fixed_batches, make_loader
 from common.data.workers import choose_num_workers, fastest_num_workers
 from common.launch.ranks import Ranks
@@ -14,7 +14,7 @@ from common.launch.ranks import Ranks
 
 def make_loaders(
     data: Data,
-    options: DataOptions,
+    options: LoaderOptions,
     global_batch_size: int,
     seed: int,
     ranks: Ranks,
@@ -24,7 +24,7 @@ def make_loaders(
 ) -> tuple[GlobalBatches, DeviceBatches, DeviceBatches]:
     """This rank's keys of the training data, its training batches and its validation batches.
 
-    The batches come on `device`, their images as `dtype`. Calls collectives.
+    The batches come on `device`, floating-point numbers as `dtype`. Calls collectives.
 
     Args:
         folder: the run's; `--num-workers auto` keeps there what it measured.

@@ -16,59 +16,55 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from common.errors import STOP_SIGNALS, InputError, multiples_near
-from common.seeds import mix
+from common.seeds import mix, rng_state, seed_cpu, set_rng_state
 
 Key = tuple[int, int]
 """(epoch, index of the sample): with the seed, all that a sample depends on."""
 
 
-class Samples(Dataset[tuple[Tensor, int]]):
-    """Map-style samples whose random augmentation is keyed by (seed, epoch, index).
+class Samples(Dataset[Any]):
+    """Samples of a map-style data set; their random augmentation is keyed by (seed, epoch, index).
 
     Args:
-        source: `source[index]` gives (image, label).
+        source: `source[index]` gives a sample. It may draw from Python's and NumPy's generators,
+            and from torch's CPU generator.
         indices: the source's indices that belong to this split.
-        transform: image to tensor; may draw from torch's CPU generator.
         seed: keys the augmentation.
+        collate: makes a batch of a list of samples.
     """
 
     def __init__(
         self,
         source: Any,
         indices: Sequence[int],
-        transform: Callable[[Any], Tensor],
         seed: int,
+        collate: Callable[[list[Any]], Any] = default_collate,
     ) -> None:
-        self.source, self.indices, self.transform, self.seed = source, indices, transform, seed
+        self.source, self.indices, self.seed, self.collate = source, indices, seed, collate
         self._drawn_for, self._draws = -1, np.zeros(0, np.uint64)
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, key: Key) -> tuple[Tensor, int]:
-        """Image (channels, height, width) and class."""
-        images, labels = self.__getitems__([key])
-        return images[0], int(labels[0])
+    def __getitem__(self, key: Key) -> Any:
+        """A batch of one sample, without the dimension of the batch."""
+        return tree_map_only(Tensor, lambda tensor: tensor[0], self.__getitems__([key]))
 
-    def __getitems__(self, keys: Sequence[Key]) -> list[Tensor]:
-        """Images (samples, channels, height, width) and classes of a batch of one epoch.
-
-        A DataLoader calls this method if a data set has it.
-        """
-        # If no process loads, the model's dropout draws from the same generator.
-        before, samples = torch.get_rng_state(), []
+    def __getitems__(self, keys: Sequence[Key]) -> Any:
+        """A batch of samples of one epoch. A DataLoader calls this method if a data set has it."""
+        # If no process loads, the model's dropout draws from the same generators.
+        before, samples = rng_state(), []
         try:
             for (_, index), seed in zip(keys, self.seeds_of(keys).tolist(), strict=True):
-                image, label = self.source[self.indices[index]]
-                torch.default_generator.manual_seed(seed)
-                samples.append((self.transform(image), int(label)))
+                seed_cpu(seed)
+                samples.append(self.source[self.indices[index]])
         finally:
-            torch.set_rng_state(before)
-        batch: list[Tensor] = default_collate(samples)
-        return batch
+            set_rng_state(before)
+        return self.collate(samples)
 
     def seeds_of(self, keys: Sequence[Key]) -> NDArray[np.uint64]:
         """A seed for each key of one epoch; the seeds of a whole epoch are drawn at once."""
@@ -189,7 +185,7 @@ def loader_options(num_workers: int, pin_memory: bool) -> dict[str, Any]:
     }
 
 
-def _keep(batch: list[Tensor]) -> list[Tensor]:
+def _keep(batch: Any) -> Any:
     return batch
 
 

@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from common.data.datasets import DataOptions
+from common.data.datasets import LoaderOptions
 from common.data.stream import Samples
 from common.errors import InputError
 from common.files import mebibytes, read_json, write_json
@@ -58,7 +60,7 @@ def cores_per_rank() -> tuple[int, int]:
 
 
 def choose_num_workers(
-    options: DataOptions, samples: Samples, largest: int, device: torch.device
+    options: LoaderOptions, samples: Samples, largest: int, device: torch.device
 ) -> int:
     """Loading processes per rank, the same number on every rank; for "auto" the most to try.
 
@@ -69,7 +71,7 @@ def choose_num_workers(
         InputError: /dev/shm is too small for the number that the user gave.
     """
     asked = options.num_workers
-    if asked == 0 or (asked is None and options.data != "imagefolder"):
+    if asked == 0 or (asked is None and not options.slow):
         return 0
     cores, ranks_here = cores_per_rank()
     with agreed():
@@ -103,7 +105,7 @@ def most_workers(
     the rank holds two more.
 
     Args:
-        samples: all of one shape.
+        samples: all of about one size.
         batch_size: size of the largest batch that a rank loads [samples].
         ranks_here: ranks on this host.
         free_bytes: free space in /dev/shm. None: ask the system.
@@ -116,8 +118,8 @@ def most_workers(
             return sys.maxsize, f"no {_SHARED_MEMORY}"
         status = os.statvfs(_SHARED_MEMORY)
         free_bytes = status.f_bavail * status.f_frsize
-    image, _ = samples[(0, 0)]
-    batch_bytes = batch_size * (image.nbytes + 8)
+    sample = tree_leaves(samples.__getitems__([(0, 0)]))
+    batch_bytes = batch_size * sum(part.nbytes for part in sample if isinstance(part, Tensor))
     most = max(0, (free_bytes // (batch_bytes * ranks_here) - 2) // 2)
     ranks = "" if ranks_here == 1 else f" on each of {ranks_here} ranks"
     return most, (
@@ -135,8 +137,8 @@ def samples_per_s(
     they have loaded anything.
 
     Args:
-        make_loader: makes the DataLoader of (images, labels) to measure. Its loading processes must
-            outlive an iteration.
+        make_loader: makes the DataLoader to measure. Its loading processes must outlive an
+            iteration.
         device: where the batches go.
         limit_s: stop after this time [s].
     """
@@ -146,8 +148,10 @@ def samples_per_s(
         next(iter(loader))
         iterator = iter(loader)  # drops the batches that were loaded ahead
         count, start_s = 0, time.perf_counter()
-        for images, _ in iterator:
-            count += len(images.to(device, non_blocking=True))
+        for batch in iterator:
+            parts = [part for part in tree_leaves(batch) if isinstance(part, Tensor)]
+            moved = [part.to(device, non_blocking=True) for part in parts]
+            count += len(moved[0])
             if time.perf_counter() - start_s > limit_s:
                 break
         synchronize(device)

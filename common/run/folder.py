@@ -41,7 +41,7 @@ log = logging.getLogger("recipes")
 
 _FILES = {
     *("config.json", "manifest.json", "metrics.jsonl", "summary.json", "class_indices.json"),
-    *("model.pt", "snapshots", "weights", "tensorboard", "logs"),
+    *("model.pt", "best.pt", "snapshots", "weights", "tensorboard", "logs"),
 }
 """What a run writes into its folder, besides .lock."""
 
@@ -84,6 +84,7 @@ class Run:
                 ) from error
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(file)
+        log.info(f"output_dir: {self.folder}")
         self._metrics: Any = None
         self._metrics_hash = hashlib.sha256()
         self._tensorboard: Any = None
@@ -107,7 +108,7 @@ class Run:
             if self.ranks.is_main and held.is_file():
                 theirs = decisive(read_json(held), self.config)
                 ours = decisive(self._values, self.config)
-                refuse_another_run(theirs, ours, f"folder {self.folder}")
+                refuse_another_run(theirs, ours, f"folder {self.folder}", self._to_train_further())
 
     def finished(self, last_step: int, *, can_resume: bool) -> bool:
         """Whether nothing is left to do up to `last_step`; if so, show the run's summary.
@@ -132,9 +133,18 @@ class Run:
                     summary = {}
         summary = broadcast(summary)
         if summary:
-            log.info(f"already finished after step {summary['steps']}: {self.folder} is unchanged")
+            log.info(
+                f"already finished after step {summary['steps']}: {self.folder} is unchanged"
+                f"{self._to_train_further()}"
+            )
             self._show(summary)
         return bool(summary)
+
+    def _to_train_further(self) -> str:
+        model = self.folder / "model.pt"
+        if "weights" not in self._values or not model.exists():
+            return ""
+        return f"; to train its model further, give --weights {model} and another --output-dir"
 
     def begin(self, state: TrainingState, data: Data, global_batch_size: int) -> None:
         """Write config and manifest, and open the metrics, cut at the resumed step."""
@@ -142,7 +152,9 @@ class Run:
         with agreed():
             if self.ranks.is_main:
                 self._write_record(manifest, state.step, global_batch_size)
-                write_json(self.folder / "class_indices.json", dict(enumerate(data.class_names)))
+                if data.class_names:
+                    names = dict(enumerate(data.class_names))
+                    write_json(self.folder / "class_indices.json", names)
                 self._metrics = (self.folder / "metrics.jsonl").open("ab+")
                 self._metrics.truncate(state.metrics_bytes)
                 self._metrics.seek(0)
@@ -267,6 +279,8 @@ def _continued(now: dict[str, Any], then: dict[str, Any], step: int) -> dict[str
 def _shown(name: str, value: Any) -> str:
     if name.endswith("_bytes") and isinstance(value, int):
         return mebibytes(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_shown(k, v)}" for k, v in value.items())
     if name == "peak_memory_bytes":
         return ", ".join(map(mebibytes, value))
     if isinstance(value, float):

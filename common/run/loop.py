@@ -6,7 +6,7 @@ resume depends, is here in one place.
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from common.data.datasets import Data
 from common.data.stream import GlobalBatches
-from common.errors import StopRequested
+from common.errors import StopRequested, TrainingError
 from common.files import save_weights
 from common.group.collectives import gather_numbers
 from common.group.stop import StopAgreement
@@ -27,7 +27,7 @@ from common.seeds import seed_everything
 from common.terminal import log, progress_bar
 from common.throughput import Throughput, peak_memory_bytes
 from common.training.evaluate import Evaluation
-from common.training.optimizer import OptimizerOptions
+from common.training.optimizer import ScheduleOptions
 
 
 class Loop:
@@ -44,7 +44,7 @@ class Loop:
         self,
         run: Run,
         parts: Mapping[str, Stateful],
-        options: OptimizerOptions,
+        options: ScheduleOptions,
         batches: GlobalBatches,
         data: Data,
         *,
@@ -55,6 +55,9 @@ class Loop:
         self.state = TrainingState(parts, loss_sum, mesh)
         total_steps = options.epochs * batches.steps_per_epoch
         self.last_step = min(options.max_steps or total_steps, total_steps)
+        self.log_every = run.options.log_every
+        if self.log_every > self.last_step:  # ten points make a curve
+            self.log_every = max(1, self.last_step // 10)
         self._identity = run.identity(batches.global_batch_size, data.fingerprint)
 
     def resume(self) -> bool:
@@ -73,6 +76,11 @@ class Loop:
             state.resume(found, seed)
         self._resumed_from = state.step if found else None
         run.begin(state, self.data, self.batches.global_batch_size)
+        if state.best and run.ranks.is_main:  # the file may be of an epoch that is done again
+            save_weights(state.best["weights"], run.folder / "best.pt")
+        samples = self.batches.samples
+        if left := samples % self.batches.global_batch_size:
+            log.info(f"each epoch leaves out {left} of {samples:,} samples: they fill no batch")
         return True
 
     def epochs(self) -> range:
@@ -81,8 +89,14 @@ class Loop:
         if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is ignored
             signal.signal(signal.SIGINT, self._interrupt)
         self._progress = progress_bar(self.last_step, self.state.step, self.run.ranks)
+        self._show_epoch()
         first, end = self.state.epoch, -(-self.last_step // self.batches.steps_per_epoch)
         return range(first, max(end, first + 1))  # perhaps only the last evaluation is missing
+
+    def _show_epoch(self) -> None:
+        epoch = f"epoch {self.state.epoch + 1}/{self.options.epochs}"
+        self._progress.set_description_str(epoch, refresh=False)
+        self._progress.set_postfix_str("", refresh=False)
 
     @property
     def steps_left(self) -> int:
@@ -99,31 +113,30 @@ class Loop:
         """Count a step, log it, and stop or save after it if that is due.
 
         Args:
-            losses: of this rank's samples in the batch's order, or their mean. With one loss per
-                sample, the bits of the logged mean do not depend on the number of ranks.
+            losses: of this rank's samples (samples, ...) in the batch's order, or their mean. With
+                one loss per sample, the bits of the logged mean do not depend on the number of
+                ranks.
 
         Raises:
             TrainingError: a loss is not finite, on any rank; raised on every rank.
             StopRequested: a signal came; the state is saved.
         """
         run, state, lr = self.run, self.state, self.lr
-        state.loss_sum = state.loss_sum + losses.detach().double()
+        losses = losses.detach()
+        if losses.dim() > 1:  # of time steps or pixels: one mean per sample
+            losses = losses.flatten(1).mean(1)
+        state.loss_sum = state.loss_sum + losses.double()
         state.batch += 1
         state.step += 1
         self._speed.add(self.batches.global_batch_size)
         self._progress.update()
-        if state.step % run.options.log_every == 0:
-            gathered = gather_numbers(losses.detach())
+        if state.step % self.log_every == 0:
+            of_epoch = state.loss_sum / state.batch
+            gathered = gather_numbers(torch.stack([losses.to(of_epoch), of_epoch]))
             snapshot.refuse_non_finite(gathered, state.step, run.snapshots)
-            mean_loss = gathered.flatten().mean().item()
-            self._progress.set_postfix({"loss": f"{mean_loss:.4f}"}, refresh=False)
-            run.metrics(
-                state.step,
-                state.epoch,
-                loss=mean_loss,
-                lr=lr,
-                samples_per_s=self._speed.samples_per_s,
-            )
+            loss, mean_loss = (part.flatten().mean().item() for part in gathered.chunk(2, dim=1))
+            self._progress.set_postfix_str(f"loss {loss:.4f}, mean {mean_loss:.4f}", refresh=False)
+            run.metrics(state.step, state.epoch, loss=loss, lr=lr, **self._speed.measured())
         if self._stop.after(state.step):
             self._leave()
         every = run.options.snapshot_every
@@ -141,57 +154,83 @@ class Loop:
         """The whole model's state_dict on rank 0, from the last snapshot's shards. A collective."""
         return self.state.whole_model(self.run.folder)
 
-    def after_epoch(self, result: Evaluation, state_dict: dict[str, Tensor]) -> None:
+    def after_epoch(self, result: Evaluation, state_dict: Callable[[], dict[str, Tensor]]) -> None:
         """Log the epoch, then move to the next one, or stop before it.
 
         Args:
-            result: on the validation data.
-            state_dict: of the unwrapped model, for `--epoch-weights`.
+            result: on the validation data; its metrics are logged as `val_NAME`.
+            state_dict: gives the unwrapped model's, for best.pt and `--epoch-weights`. If it is
+                called, it is called on every rank; only rank 0's result counts.
 
         Raises:
-            TrainingError: the validation loss is not finite.
+            TrainingError: a metric is not finite, or there is none of that name.
             StopRequested: a signal came; the state is saved.
         """
         run, state = self.run, self.state
-        snapshot.refuse_non_finite(torch.tensor([[result.loss]]), state.step, run.snapshots)
+        means = torch.tensor([[*result.means.values()]])
+        snapshot.refuse_non_finite(means, state.step, run.snapshots, ", ".join(result.means))
         losses = gather_numbers(state.loss_sum / state.batch)
-        self._train_loss, self._result = losses.flatten().mean().item(), result
-        run.metrics(
-            state.step,
-            state.epoch,
-            train_loss=self._train_loss,
-            val_loss=result.loss,
-            val_accuracy=result.accuracy,
-        )
-        log.info(
-            f"epoch {state.epoch + 1}/{self.options.epochs}: train_loss {self._train_loss:.4f}, "
-            f"val_loss {result.loss:.4f}, val_accuracy {result.accuracy:.4f}"
-        )
+        self._result, self._metrics = result, {"train_loss": losses.flatten().mean().item()}
+        self._metrics |= {f"val_{name}": mean for name, mean in result.means.items()}
+        run.metrics(state.step, state.epoch, **self._metrics)
+        found = ", ".join(f"{name} {value:.4f}" for name, value in self._metrics.items())
+        log.info(f"epoch {state.epoch + 1}/{self.options.epochs}: {found}")
+        best_by = self._best_metric()
+        weights = state_dict() if best_by or run.options.epoch_weights else {}
+        if best_by:
+            state.best = {
+                "file": "best.pt",
+                "epochs": state.epoch + 1,
+                best_by: self._metrics[best_by],
+            }
+            if run.ranks.is_main:
+                kept = {k: v.detach().to("cpu", copy=True) for k, v in weights.items()}
+                save_weights(kept, run.folder / "best.pt")
+                state.best["weights"] = kept
         if run.options.epoch_weights and run.ranks.is_main:
-            save_weights(state_dict, run.folder / "weights" / f"epoch_{state.epoch:04d}.pt")
+            save_weights(weights, run.folder / "weights" / f"epoch_{state.epoch:04d}.pt")
         self._speed.resume()
         if self.steps_left:
             if self._stop.after(state.step, at_once=True):
                 self._leave()
             state.next_epoch()
+            self._show_epoch()
         else:
             self._progress.close()
+
+    def _best_metric(self) -> str | None:
+        """The metric of `--best-by` if the last epoch is the best so far."""
+        asked, best, found = self.run.options.best_by, self.state.best, self._metrics
+        metric = asked or ("val_accuracy" if "val_accuracy" in found else "val_loss")
+        if metric == "none":
+            return None
+        if metric not in found:
+            raise TrainingError(
+                f"--best-by {metric} is no metric of this run: give {', '.join(found)}, or none, "
+                "with the same --output-dir"
+            )
+        if best and metric not in best:
+            log.warning(f"best.pt: epochs before this one count no more, but for {metric}")
+        sign = -1 if metric.endswith("loss") else 1
+        better = not best or metric not in best or sign * found[metric] > sign * best[metric]
+        return metric if better else None
 
     def finish(self, state_dict: dict[str, Tensor], **more: Any) -> None:
         """Write the model and the summary, to which `more` is added."""
         self.state.wait()
         result = self._result
-        summary = {
+        summary: dict[str, Any] = {
             "epochs": self.state.epoch + 1,
             "steps": self.state.step,
-            "train_loss": self._train_loss,
-            "val_accuracy": result.accuracy,
-            "val_correct": result.correct,
+            **self._metrics,
+            **({"val_correct": result.correct} if "accuracy" in result.means else {}),
             "val_total": result.total,
-            "samples_per_s": self._speed.samples_per_s,
+            **self._speed.measured(),
             "peak_memory_bytes": peak_memory_bytes(self.run.devices),
             "resumed_from": self._resumed_from,
         }
+        if best := self.state.best:
+            summary["best"] = {k: v for k, v in best.items() if k != "weights"}
         self.run.finish(state_dict, **(summary | more))
         self._stop.release()  # only now: a signal shortly before the end lets the run finish
         if signal.getsignal(signal.SIGINT) == self._interrupt:

@@ -32,6 +32,10 @@ class RunOptions:
     """Steps between two lines of metrics [steps]; the loss is averaged over ranks."""
     epoch_weights: bool = free(False)
     """Keep the weights after each epoch, in weights/."""
+    best_by: str | None = free(None)
+    """Metric that chooses the epoch whose weights are kept in best.pt, or none for no such file.
+    The lowest loss is the best, and the highest value of any other metric.
+    None: val_accuracy, or val_loss in a recipe without accuracy."""
     seed: int = 0
     """Seed of the weights, the data order, the augmentation and the split."""
     device: Literal["auto", "cpu", "cuda"] = free("auto")
@@ -96,10 +100,10 @@ def differences(theirs: Options, ours: Options) -> dict[str, tuple[Any, Any]]:
     return {name: (there, here) for name, (there, here) in pairs.items() if there != here}
 
 
-def refuse_another_run(theirs: Options, ours: Options, what: str) -> None:
+def refuse_another_run(theirs: Options, ours: Options, what: str, more: str = "") -> None:
     """Raise InputError if `what`, which has the options `theirs`, is not of this run."""
     if found := _in_words(theirs, ours):
-        raise InputError(f"{what} is of another run ({found}): choose another --output-dir")
+        raise InputError(f"{what} is of another run ({found}): choose another --output-dir{more}")
 
 
 def refuse_unlike_rank_0(ours: Options, what: str) -> None:

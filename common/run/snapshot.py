@@ -70,6 +70,8 @@ class TrainingState:
     """Length of metrics.jsonl at the last snapshot."""
     metrics_sha256: str = ""
     """Hash of metrics.jsonl at the last snapshot; empty in snapshots of older code."""
+    best: dict[str, Any] | None = None
+    """The best epoch before the last evaluation: its summary, and on rank 0 its weights."""
     saved_step: int = -1
     """Step of the newest snapshot, which is not written twice."""
     # On Linux nice() holds for one thread: training comes first if cores are few.
@@ -114,6 +116,7 @@ class TrainingState:
             "format": FORMAT,
             "identity": dict(identity),
             "world_size": dist.get_world_size(),
+            "best": self.best,
             **{name: getattr(self, name) for name in _POSITION},
         }
         if self.mesh is not None:
@@ -155,7 +158,8 @@ class TrainingState:
         same = (found["world_size"], found.get("mesh")) == here
         for name in _POSITION:
             setattr(self, name, found.get(name, ""))
-        self.saved_step, self._shards = self.step, found["shards"]
+        self.saved_step, self.best = self.step, found["best"]
+        self._shards = found["shards"]
         if self.mesh is not None:
             files = Shards(self._shards, first=rank % len(self._shards))
             parts, present = files.own["parts"], {n: p.state_dict() for n, p in self.parts.items()}
@@ -163,7 +167,10 @@ class TrainingState:
             losses = mine["loss_sum"] if same else found["mean_loss_sum"]
         else:
             losses = torch.cat([entry["loss_sum"] for entry in found["ranks"]])
-            losses, mine = losses.chunk(world_size)[rank], found["ranks"][rank % len(found["ranks"])]
+            losses, mine = (
+                losses.chunk(world_size)[rank],
+                found["ranks"][rank % len(found["ranks"])],
+            )
         for name, part in self.parts.items():
             part.load_state_dict(found[name])
         self.loss_sum = losses.to(self.loss_sum.device)
@@ -262,14 +269,14 @@ def _refuse_non_finite_weights(weights: dict[str, Tensor | None], step: int, fol
             )
 
 
-def refuse_non_finite(losses: Tensor, step: int, folder: Path) -> None:
+def refuse_non_finite(losses: Tensor, step: int, folder: Path, what: str = "loss") -> None:
     """Raise TrainingError on every rank if any rank's loss is not finite.
 
-    `losses` is (world_size, any number), the same on every rank.
+    `losses` is (world_size, any number), the same on every rank; `what` names them.
     """
     bad = [rank for rank, values in enumerate(losses) if not values.isfinite().all()]
     if bad:
         raise TrainingError(
-            f"the loss is not finite on rank {', '.join(map(str, bad))} by step {step}: "
+            f"the {what} is not finite on rank {', '.join(map(str, bad))} by step {step}: "
             f"try a lower --lr or --warmup-epochs; last good snapshot: {newest_name(folder)}"
         )

@@ -4,13 +4,14 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from common.errors import InputError, multiples_near
 from common.seeds import rng_state, set_rng_state
@@ -82,14 +83,19 @@ def set_comm_hook(ddp: DistributedDataParallel, options: ParallelOptions) -> Non
         ddp.register_comm_hook(None, noop_hook)  # one rank has nothing to average
 
 
-def micro_batches(
-    ddp: DistributedDataParallel, images: Tensor, labels: Tensor, count: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+def chunks(batch: Any, count: int) -> list[Any]:
+    """A batch (tensors, alone or in lists, tuples and dicts) in equal parts."""
+    parts, structure = tree_flatten(batch)
+    by_part = zip(*(part.chunk(count) for part in parts), strict=True)
+    return [tree_unflatten(part, structure) for part in by_part]
+
+
+def micro_batches(ddp: DistributedDataParallel, batch: Any, count: int) -> Iterator[Any]:
     """Equal parts of a rank's batch; DDP sends gradients with the last part only.
 
     Source: PyTorch, DistributedDataParallel.no_sync.
     """
-    for number, part in enumerate(zip(images.chunk(count), labels.chunk(count), strict=True), 1):
+    for number, part in enumerate(chunks(batch, count) if count > 1 else [batch], 1):
         with contextlib.nullcontext() if number == count else ddp.no_sync():
             yield part
 
@@ -119,7 +125,7 @@ def synchronize_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def warm_up(
-    model: nn.Module, image: Tensor, batch_size: int, autocast: torch.autocast | None = None
+    model: nn.Module, sample: Any, batch_size: int, autocast: torch.autocast | None = None
 ) -> None:
     """Run one backward pass, discard its result, and leave the model in train mode as it was.
 
@@ -130,30 +136,30 @@ def warm_up(
 
     Args:
         model: its gradients are None afterwards.
-        image: one sample (channels, height, width).
+        sample: what the model takes, for one sample: tensors, alone or in lists, tuples and dicts.
         batch_size: samples that this rank computes at once.
         autocast: the context that training uses.
 
     Raises:
         InputError: the model cannot train on such a batch (BatchNorm over a single value).
     """
-    images = image.expand(batch_size, *image.shape).contiguous()
+    inputs = tree_map_only(Tensor, lambda x: x.expand(batch_size, *x.shape).contiguous(), sample)
     context = autocast or contextlib.nullcontext()
     with left_as_it_was(model):
         try:  # without the compiler, whose errors do not mention the batch
             with torch.no_grad(), context, torch.compiler.set_stance("force_eager"):
-                model(images)
+                model(inputs)
         except ValueError as error:
-            raise InputError(
-                f"a batch of {batch_size} samples of {tuple(image.shape)}: {error}"
-            ) from error
+            shapes = [tuple(x.shape) for x in tree_leaves(sample) if isinstance(x, Tensor)]
+            found = ", ".join(map(str, shapes))
+            raise InputError(f"a batch of {batch_size} samples of {found}: {error}") from error
         with context:
-            logits = model(images)
-        logits.float().sum().backward()
+            outputs = tree_leaves(model(inputs))
+        sum(x.float().sum() for x in outputs if x.requires_grad).backward()
     if isinstance(model, DistributedDataParallel):
         model.reducer._rebuild_buckets()  # else the next forward pass would do it
-    if image.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(image.device)
+    for device in {x.device for x in outputs if x.device.type == "cuda"}:
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 @contextlib.contextmanager

@@ -1,35 +1,62 @@
 """Exact evaluation: every validation sample counted once, on any number of ranks."""
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import length_hint
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from common.group.collectives import gather
+from common.launch.ranks import Ranks
+from common.terminal import progress_bar
+
+Scores = Mapping[str, Tensor]
+"""Metrics by name: one number (samples,) for each sample of a batch."""
+
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model's result on the whole validation set; the same object on every rank."""
+    """A model's result on the whole validation set; the same on every rank."""
 
-    loss: float
-    """Mean cross-entropy over the samples."""
-    correct: int
+    means: dict[str, float]
+    """Mean of each metric over the samples, by name."""
     total: int
+    """Samples."""
 
     @property
-    def accuracy(self) -> float:
-        """Share of correct samples."""
-        return self.correct / self.total
+    def correct(self) -> int:
+        """Samples whose class was right: a mean of zeros and ones gives their exact number."""
+        return round(self.means["accuracy"] * self.total)
+
+
+def score_classes(model: nn.Module, batch: Any) -> Scores | None:
+    """Of a batch (inputs, labels): cross-entropy, and whether the likeliest class is right.
+
+    With more than five classes, also whether the right class is one of the five likeliest.
+    """
+    inputs, labels = batch
+    logits = model(inputs)
+    if logits is None:  # of a pipeline's last stage only
+        return None
+    labels = labels.to(logits.device)
+    losses = nn.functional.cross_entropy(logits.double(), labels, reduction="none")
+    scores = {"loss": losses, "accuracy": logits.argmax(1) == labels}
+    if logits.shape[1] > 5:
+        scores["top5"] = (logits.topk(5).indices == labels[:, None]).any(1)
+    return scores
 
 
 @torch.no_grad()
 def evaluate(
-    model: Callable[[Tensor], Tensor | None],
-    batches: Iterable[tuple[Tensor, Tensor]],
+    model: nn.Module,
+    batches: Iterable[Any],
     total: int,
-    device: torch.device,
     group: dist.ProcessGroup | None = None,
+    score: Callable[[nn.Module, Any], Scores | None] = score_classes,
 ) -> Evaluation:
     """Evaluate `model` on the batches that `common.data.stream.fixed_batches` gave to each rank.
 
@@ -38,39 +65,37 @@ def evaluate(
     rank; here every rank takes those of rank 0, which are the ones that are saved.
 
     Args:
-        model: returns logits (samples, classes), or None on a rank whose pipeline stage has none.
-        batches: this rank's (images, labels).
+        model: in eval mode during the evaluation. A function around a module would hide its
+            dropout from that, so it is refused.
+        batches: this rank's.
         total: samples over all ranks, for a check.
-        device: of the logits.
         group: the ranks that share the batches. None: all ranks.
+        score: of (model, batch); None on a rank whose pipeline stage has no outputs.
     """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    trained: list[nn.Module] = []
-    if isinstance(model, nn.Module):
-        for buffer in model.buffers():
-            dist.broadcast(buffer, group=group, group_src=0)
-        trained = [module for module in model.modules() if module.training]
-        model.eval()
-    rows = []  # (loss, correct, samples) of each batch
-    for images, labels in batches:
-        logits = model(images)
-        if logits is None:
-            continue
-        labels = labels.to(device)
-        loss = nn.functional.cross_entropy(logits.double(), labels, reduction="sum")
-        correct = (logits.argmax(1) == labels).sum().double()
-        rows.append(torch.stack([loss, correct, torch.tensor(len(labels), device=device)]))
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"evaluate needs an nn.Module to switch to eval mode, got {model!r}")
+    for buffer in model.buffers():
+        dist.broadcast(buffer, group=group, group_src=0)
+    trained = [module for module in model.modules() if module.training]
+    model.eval()
+    names, seen, sums = [], 0, []
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    ranks, own = Ranks(rank, rank, world_size, world_size), length_hint(batches) or None
+    bar = progress_bar(own, 0, ranks, "batch", "evaluation", keep=False)
+    for batch in batches:
+        if scores := score(model, batch):
+            names = list(scores)
+            by_metric = torch.stack([values.double() for values in scores.values()])
+            seen += by_metric.shape[1]
+            sums.append(by_metric.sum(1))
+        bar.update()
+    bar.close()
     for module in trained:
         module.training = True
-    # Sums in the order of the batches have the same bits at any world size. Each row is filled by
-    # one rank, so adding the zeros of the other ranks is exact.
-    most = torch.tensor(len(rows))
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    results = torch.zeros(int(most) * world_size, 3, dtype=torch.float64)
-    if rows:
-        results[rank::world_size][: len(rows)] = torch.stack(rows).cpu()
-    dist.all_reduce(results)
-    results = results[results[:, 2] > 0]  # empty rows would change the order of the sums
-    loss_sum, correct_sum, seen = (float(column.sum()) for column in results.T)
-    assert seen == total, f"evaluated {seen:.0f} of {total} samples"
-    return Evaluation(loss_sum / total, int(correct_sum), total)
+    found = gather((names, seen, torch.stack(sums).tolist() if sums else []))
+    seen = sum(count for _, count, _ in found)
+    assert seen == total, f"evaluated {seen} of {total} samples"
+    # fsum rounds once, so the order of the batches, which depends on world_size, does not matter.
+    columns = zip(*(row for _, _, rows in found for row in rows), strict=True)
+    names = max(names for names, _, _ in found)  # a rank without batches has none
+    return Evaluation({n: math.fsum(c) / total for n, c in zip(names, columns, strict=True)}, total)

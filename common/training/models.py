@@ -31,7 +31,7 @@ class ModelOptions:
     stem: Literal["auto", "small", "large"] = "auto"
     """First layers of a ResNet. large: 7x7 convolution with stride 2 and max-pooling, for photos.
     small: 3x3 with stride 1 and no pooling.
-    auto: small for images below 64 px, unless --weights is given (published weights need large)."""
+    auto: as in --weights (published weights need large), else small for images below 64 px."""
     zero_init_residual: bool = False
     """Start each residual branch of a ResNet at zero (Goyal et al. 2017, section 5.1).
     Without --weights, ResNet-50 then learns faster, ResNet-18 slower (benchmarks/README.md)."""
@@ -102,8 +102,9 @@ def build_model(options: ModelOptions, channels: int, classes: int, side: int = 
     model: nn.Module = getattr(models, options.model)(
         num_classes=classes, norm_layer=norm, zero_init_residual=options.zero_init_residual
     )
-    small_images = side < 64 and options.weights is None
-    if options.stem == "small" or (options.stem == "auto" and small_images):
+    first = read_weights(options.weights).get("conv1.weight") if options.weights else None
+    small = side < 64 if first is None else first.shape[-1] == 3
+    if options.stem == "small" or (options.stem == "auto" and small):
         model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
         model.maxpool = nn.Identity()
     elif channels != 3:
@@ -119,6 +120,8 @@ def prepare_model(options: ModelOptions, channels: int, classes: int, side: int)
             loaded, left_out = load_matching(model, options.weights)
             names = ", ".join(left_out) or "none"
             log.info(f"{options.weights}: {len(loaded)} entries loaded, left out: {names}")
+        elif options.freeze_layers:
+            log.warning("--freeze-layers without --weights: all layers but the last stay random")
         if options.freeze_layers:
             freeze_all_but_last(model)
         if options.channels_last:  # the activations follow the weights
@@ -131,17 +134,13 @@ def prepare_model(options: ModelOptions, channels: int, classes: int, side: int)
     return model
 
 
-def load_matching(model: nn.Module, path: Path) -> tuple[list[str], list[str]]:
-    """Load the entries of a weights file whose name and shape fit the model.
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The entries of a weights file, without DataParallel's `module.` prefix.
 
-    The file holds a `state_dict`, alone or under the key "state_dict" or "model", with or without
-    DataParallel's `module.` prefix.
-
-    Returns:
-        Names of the loaded entries, and names of the file's and the model's other entries.
+    The file holds a `state_dict`, alone or under the key "state_dict" or "model".
 
     Raises:
-        InputError: no such file, not a weights file, or no entry fits.
+        InputError: no such file, or not a weights file.
     """
     if not path.is_file():
         raise InputError(f"--weights {path} is not a file")
@@ -154,8 +153,19 @@ def load_matching(model: nn.Module, path: Path) -> tuple[list[str], list[str]]:
             found = found[key]
     if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
         raise InputError(f"--weights {path} holds no state_dict (names to tensors)")
-    found = {name.removeprefix("module."): value for name, value in found.items()}
-    own = model.state_dict()
+    return {name.removeprefix("module."): value for name, value in found.items()}
+
+
+def load_matching(model: nn.Module, path: Path) -> tuple[list[str], list[str]]:
+    """Load the entries of a weights file (`read_weights`) whose name and shape fit the model.
+
+    Returns:
+        Names of the loaded entries, and names of the file's and the model's other entries.
+
+    Raises:
+        InputError: as `read_weights`, or no entry fits.
+    """
+    found, own = read_weights(path), model.state_dict()
     matching = {k: v for k, v in found.items() if k in own and own[k].shape == v.shape}
     if not matching:
         raise InputError(

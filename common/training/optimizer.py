@@ -1,18 +1,24 @@
-"""SGD, its batch size, and its learning rate, which is used as given."""
+"""The optimizer, its batch size, and its learning rate, which is used as given."""
 
+import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from common.errors import InputError
 from common.options import free
+
+log = logging.getLogger("recipes")
 
 
 @dataclass(frozen=True)
-class OptimizerOptions:
+class ScheduleOptions:
     """Length of the training, batch size and learning rate."""
 
     epochs: int = 30
@@ -21,55 +27,66 @@ class OptimizerOptions:
     """Stop after this many optimizer steps [steps]; the schedule does not change."""
     global_batch_size: int | None = free(None)
     """Samples per step over all ranks [samples].
-    None: --batch-size-per-rank times the number of ranks, or the recipe's default."""
+    None: --batch-size-per-rank times the number of ranks, or near the recipe's default."""
     batch_size_per_rank: int | None = free(None)
     """Samples per step on each rank [samples], in place of --global-batch-size."""
     lr: float = 0.1
     """Highest learning rate, used as given."""
     scale_lr: int | None = None
-    """Linear scaling rule [samples]; it needs --warmup-epochs.
-    The learning rate is --lr x global batch size / SCALE_LR."""
+    """Linear scaling rule [samples]: the learning rate is --lr x global batch size / SCALE_LR.
+    A global batch of 5,000 or more needs --warmup-epochs with it."""
     warmup_epochs: float = 0.0
     """Time over which the learning rate rises linearly from 0 [epochs]."""
     lrf: float = 0.01
     """Final learning rate as a share of the highest; the schedule is a cosine."""
-    momentum: float = 0.9
-    """SGD momentum."""
-    weight_decay: float = 5e-3
-    """SGD weight decay, on every trained parameter."""
 
-    default_batch_size: ClassVar[int] = 96
-    """Global batch size where no option gives one [samples]."""
+    default_batch_size: ClassVar[int] = 64
+    """Global batch size if no option gives one [samples]."""
 
     def __post_init__(self) -> None:
         """Refuse values and combinations that cannot work."""
         if self.global_batch_size is not None and self.batch_size_per_rank is not None:
             raise ValueError("give --global-batch-size or --batch-size-per-rank, not both")
-        for name, minimum in (
-            ("epochs", 1),
-            ("max_steps", 1),
-            ("global_batch_size", 1),
-            ("batch_size_per_rank", 1),
-            ("scale_lr", 1),
-            ("warmup_epochs", 0),
-            ("momentum", 0),
-            ("weight_decay", 0),
-        ):
-            value = getattr(self, name)
-            if value is not None and not value >= minimum:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least {minimum}: {value}")
+        at_least_1 = ("epochs", "max_steps", "global_batch_size", "batch_size_per_rank", "scale_lr")
+        self._refuse_below(**dict.fromkeys(at_least_1, 1), warmup_epochs=0)
         if not 0 < self.lr < math.inf:
             raise ValueError(f"--lr must be positive and finite, got {self.lr}")
         if not 0 <= self.lrf <= 1:
             raise ValueError(f"--lrf must be from 0 to 1 (a share of --lr), got {self.lrf}")
-        if self.scale_lr is not None and self.warmup_epochs == 0:
-            raise ValueError("--scale-lr needs a warm-up: give --warmup-epochs too")
 
-    def total_batch_size(self, world_size: int) -> int:
-        """Samples per step over all ranks."""
+    def _refuse_below(self, **minima: int) -> None:
+        for name, minimum in minima.items():
+            value = getattr(self, name)
+            if value is not None and not value >= minimum:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least {minimum}: {value}")
+
+    def total_batch_size(self, world_size: int, micro_batches: int = 1) -> int:
+        """Samples per step over all ranks: as given, or near the default, in equal parts.
+
+        Raises:
+            InputError: linear scaling of a batch of 5,000 or more, without warm-up.
+        """
+        parts, default = world_size * micro_batches, self.default_batch_size
         if self.batch_size_per_rank is not None:
-            return self.batch_size_per_rank * world_size
-        return self.global_batch_size or self.default_batch_size
+            size = self.batch_size_per_rank * world_size
+        elif not (size := self.global_batch_size or 0):
+            size = max(1, round(default / parts)) * parts
+            if size != default:
+                log.info(
+                    f"--global-batch-size {size}: the multiple of {parts} nearest to the default "
+                    f"of {default}"
+                )
+        if self.scale_lr and not self.warmup_epochs:
+            if size >= 5000:
+                raise InputError(
+                    f"--scale-lr with a global batch of {size} needs a warm-up (Goyal et al. "
+                    "2017): give --warmup-epochs too"
+                )
+            log.warning(
+                f"--scale-lr without --warmup-epochs: training begins with the whole learning rate "
+                f"of {self.lr * size / self.scale_lr:g}"
+            )
+        return size
 
     def learning_rate(self, step: int, steps_per_epoch: int, global_batch_size: int) -> float:
         """The learning rate of optimizer step `step`, counted from 0.
@@ -87,30 +104,78 @@ class OptimizerOptions:
 
 
 @dataclass(frozen=True)
-class SmallBatchOptions(OptimizerOptions):
-    """Length of the training, batch size and learning rate."""
+class OptimizerOptions(ScheduleOptions):
+    """Optimizer, length of the training, batch size and learning rate."""
 
-    default_batch_size: ClassVar[int] = 64
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """Optimizer. adamw needs a much lower --lr than sgd, such as 0.001."""
+    momentum: float = 0.9
+    """SGD momentum; AdamW's beta1."""
+    weight_decay: float = 5e-3
+    """Weight decay, on every trained parameter."""
+    clip_grad_norm: float | None = None
+    """Largest norm of all gradients together; larger gradients are scaled down to it.
+    None: they are used as they are."""
+
+    default_batch_size: ClassVar[int] = 96
+
+    def __post_init__(self) -> None:
+        """Refuse values and combinations that cannot work."""
+        super().__post_init__()
+        self._refuse_below(momentum=0, weight_decay=0)
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise ValueError(f"--clip-grad-norm must be positive, got {self.clip_grad_norm}")
+        if self.optimizer == "adamw" and self.momentum >= 1:
+            raise ValueError(f"--momentum must be below 1 for adamw, got {self.momentum}")
 
 
-def make_sgd(
+def make_optimizer(
     parameters: Iterable[nn.Parameter], options: OptimizerOptions, *, scaled: bool = False
-) -> torch.optim.SGD:
-    """SGD over the parameters that are trained and are on this rank (not on `meta`).
+) -> torch.optim.Optimizer:
+    """The optimizer of the parameters that are trained and are on this rank (not on `meta`).
 
     Args:
         parameters: of the model.
         options: see `OptimizerOptions`.
         scaled: a GradScaler scales the loss (fp16).
     """
-    return torch.optim.SGD(
-        [p for p in parameters if p.requires_grad and not p.is_meta],
-        lr=options.lr,
-        momentum=options.momentum,
-        weight_decay=options.weight_decay,
-        # Fused SGD would keep uninitialized momenta if its first step overflows (torch 2.15).
-        fused=not scaled,
-    )
+    trained = [p for p in parameters if p.requires_grad and not p.is_meta]
+    # A fused optimizer would keep uninitialized momenta if its first step overflows (torch 2.15).
+    common: Any = {"lr": options.lr, "weight_decay": options.weight_decay, "fused": not scaled}
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(trained, momentum=options.momentum, **common)
+    if options.lr > 0.01:
+        log.warning(f"--lr {options.lr:g} is high for adamw: 0.001 or less is usual")
+    return torch.optim.AdamW(trained, betas=(options.momentum, 0.999), **common)
+
+
+def clip_gradients(
+    optimizer: torch.optim.Optimizer,
+    options: OptimizerOptions,
+    scaler: torch.amp.GradScaler | None = None,
+    stages: dist.ProcessGroup | None = None,
+) -> None:
+    """With `--clip-grad-norm`, scale gradients down so that their global norm is at most that.
+
+    Every rank has the same gradients after DDP's average, and so the same norm.
+
+    Args:
+        optimizer: of the parameters; their gradients are complete.
+        options: see `OptimizerOptions`.
+        scaler: of the loss; its factor is taken out of the gradients first.
+        stages: ranks that hold parts of one model. None: this rank holds the whole model.
+    """
+    if options.clip_grad_norm is None:
+        return
+    if scaler:
+        scaler.unscale_(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if stages:
+        square = norm.double().square()
+        dist.all_reduce(square, group=stages)
+        norm = square.sqrt().to(norm.dtype)
+    clip_grads_with_norm_(parameters, options.clip_grad_norm, norm)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

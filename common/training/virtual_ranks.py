@@ -21,6 +21,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,10 +29,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from common.errors import InputError, multiples_near
 from common.group.process_group import gloo_does_not_disturb, keep_until_exit
 from common.seeds import seed_torch
+from common.training.ddp import chunks
 
 log = logging.getLogger("recipes")
 
@@ -41,7 +44,7 @@ def use_virtual_ranks(
 ) -> None:
     """Make `ddp` compute shards and add them along the tree. Call `seed_shards` before each step.
 
-    The output is still the logits of this rank's slice, and the loss is their mean. Gradients and
+    The output is still that of this rank's slice, and the loss is its mean. Gradients and
     buffers have the same bits on 1, 2, 4 ... `virtual_ranks` processes.
 
     Args:
@@ -154,23 +157,24 @@ class _Shards(nn.Module):
             for name, parameter in trained.items():
                 parameter.register_hook(partial(self._add_other_shards, name))
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits (samples, classes) of this rank's images (samples, channels, height, width)."""
-        logits, buffers = [], []
-        parts = images.chunk(self._tree.shards_per_rank)
+    def forward(self, inputs: Any) -> Tensor:
+        """The model's outputs (samples, ...) for this rank's inputs."""
+        outputs, buffers = [], []
+        parts = chunks(inputs, self._tree.shards_per_rank)
+        device = next(self.model.parameters()).device
         for number, (part, parameters) in enumerate(
             zip(parts, self._parameters_by_shard, strict=True)
         ):
             own = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
             shard = self._tree.first_shard + number
-            seed_torch(images.device, *self.seeds, shard, self._tree.shards)
+            seed_torch(device, *self.seeds, shard, self._tree.shards)
             # Kernels may add in another order at a less aligned address. A copy is aligned as in a
             # process with one shard.
-            part = part.clone() if len(parts) > 1 else part
-            logits.append(functional_call(self.model, {**parameters, **own}, (part,)))
+            part = tree_map_only(Tensor, torch.clone, part) if len(parts) > 1 else part
+            outputs.append(functional_call(self.model, {**parameters, **own}, (part,)))
             buffers.append(own)
         self._tree.start(self._average_buffers(buffers))
-        out = torch.cat(logits)
+        out = torch.cat(outputs)
         if out.dtype != torch.float64:
             out = out.float()  # the factor below could overflow or underflow in 16 bits
         # The loss is the mean over the rank's samples, a shard's gradient that of the shard's mean.

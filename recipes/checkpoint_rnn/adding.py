@@ -6,18 +6,15 @@ torch.utils.checkpoint.
 
 import math
 from dataclasses import asdict, dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 
 from common.data.datasets import Data
 from common.data.stream import Samples
 from common.seeds import mix
-from common.training.evaluate import Evaluation
 
 
 @dataclass(frozen=True)
@@ -46,24 +43,28 @@ class RecurrentOptions:
     """Share of features dropped between two layers."""
 
 
-def draw_sequence(options: SequenceOptions, _source: object) -> Tensor:
-    """A sequence (length, input_size): a value in 0..1, a mark, noise; one mark in each half."""
-    sequence = torch.rand(options.length, options.input_size)
-    half = options.length // 2
-    sequence[:, 1] = 0
-    sequence[torch.randint(0, half, ()), 1] = 1
-    sequence[torch.randint(half, options.length, ()), 1] = 1
-    return sequence
+class Sequences:
+    """Sequences that are drawn when they are loaded."""
+
+    def __init__(self, options: SequenceOptions) -> None:
+        self.options = options
+
+    def __getitem__(self, _index: int) -> Tensor:
+        """(length, input_size): a value in 0..1, a mark, noise; one mark in each half."""
+        length, half = self.options.length, self.options.length // 2
+        sequence = torch.rand(length, self.options.input_size)
+        sequence[:, 1] = 0
+        sequence[torch.randint(0, half, ()), 1] = 1
+        sequence[torch.randint(half, length, ()), 1] = 1
+        return sequence
 
 
 def make_data(options: SequenceOptions, seed: int) -> Data:
-    """Sequences that are drawn when they are loaded, each from (seed, epoch, index)."""
-    draw = partial(draw_sequence, options)
-    train, val = (
-        Samples([(None, 0)], [0] * count, draw, key)
-        for count, key in ((options.train_samples, seed), (options.val_samples, mix(seed, 1)))
-    )
-    return Data(train, val, [], options.input_size, 1, f"adding problem {asdict(options)}")
+    """Sequences, each drawn from (seed, epoch, index)."""
+    source = Sequences(options)
+    train = Samples(source, range(options.train_samples), seed)
+    val = Samples(source, range(options.val_samples), mix(seed, 1))
+    return Data(train, val, f"adding problem {asdict(options)}")
 
 
 def targets(sequences: Tensor) -> Tensor:
@@ -142,17 +143,7 @@ def train_step(
     return loss
 
 
-@torch.no_grad()
-def evaluate(
-    model: AddingRNN, loader: DataLoader[Tensor], device: torch.device, dtype: torch.dtype
-) -> Evaluation:
-    """Mean squared error, and the number of errors below 0.04 (the source's criterion)."""
-    model.eval()
-    error, correct, total = 0.0, 0, 0
-    for sequences, _ in loader:
-        sequences = sequences.to(device, dtype)
-        off = (model(sequences, math.ceil(sequences.shape[1] / 64)) - targets(sequences)).abs()
-        error += float(off.double().square().sum())
-        correct, total = correct + int((off < 0.04).sum()), total + len(off)
-    model.train()
-    return Evaluation(error / total, correct, total)
+def score(model: nn.Module, sequences: Tensor) -> dict[str, Tensor]:
+    """Squared error, and whether the error is below 0.04 (the source's criterion)."""
+    off = (model(sequences, math.ceil(sequences.shape[1] / 64)) - targets(sequences)).abs()
+    return {"loss": off.double().square(), "accuracy": off < 0.04}

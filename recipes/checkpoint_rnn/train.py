@@ -33,6 +33,7 @@ if not __package__:  # started as a file: the repository is not on the path yet
 import torch
 
 from common import cli
+from common.data.batches import DeviceBatches
 from common.data.stream import GlobalBatches, fixed_batches, make_loader
 from common.group.devices import choose_device
 from common.group.process_group import process_group
@@ -46,13 +47,14 @@ from common.run.options import RunOptions
 from common.run.snapshot import Stateful
 from common.seeds import mixed_precision, seed_everything, set_determinism
 from common.terminal import log, set_up_logs
-from common.training.optimizer import OptimizerOptions, SmallBatchOptions, set_lr
+from common.training.evaluate import evaluate
+from common.training.optimizer import ScheduleOptions, set_lr
 from recipes.checkpoint_rnn.adding import (
     AddingRNN,
     RecurrentOptions,
     SequenceOptions,
-    evaluate,
     make_data,
+    score,
     train_step,
 )
 from recipes.checkpoint_rnn.memory import PeakMemory
@@ -78,9 +80,7 @@ class Config:
     run: RunOptions = field(default_factory=RunOptions)
     sequence: SequenceOptions = field(default_factory=SequenceOptions)
     network: RecurrentOptions = field(default_factory=RecurrentOptions)
-    optimizer: OptimizerOptions = field(
-        default_factory=partial(SmallBatchOptions, epochs=20, lr=0.02, momentum=0, weight_decay=0)
-    )
+    optimizer: ScheduleOptions = field(default_factory=partial(ScheduleOptions, epochs=20, lr=0.02))
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
 
     def __post_init__(self) -> None:
@@ -105,8 +105,6 @@ class Config:
             raise ValueError("--segments auto and --memory-budget BYTES belong together")
         if not 0 <= self.network.dropout < 1 or (self.network.dropout and self.network.layers < 2):
             raise ValueError("--dropout needs --layers 2 or more, and must be from 0 to below 1")
-        if self.optimizer.momentum or self.optimizer.weight_decay:
-            raise ValueError(f"{NAME} trains with Adam: no --momentum, no --weight-decay")
         if self.run.precision in ("bf16", "fp16"):
             raise ValueError(f"{NAME} computes in --precision fp32 or fp64")
 
@@ -129,8 +127,9 @@ def train(config: Config, ranks: Ranks) -> None:
         data = make_data(config.sequence, seed)
         batch_size = options.total_batch_size(1)
         batches = GlobalBatches(len(data.train), batch_size, seed, 0, 1)
-        loader = make_loader(data.train, batches)
-        val_loader = make_loader(data.val, fixed_batches(len(data.val), batch_size, 0, 1))
+        held_out = fixed_batches(len(data.val), batch_size, 0, 1)
+        loader = DeviceBatches(make_loader(data.train, batches), device, dtype)
+        val_loader = DeviceBatches(make_loader(data.val, held_out), device, dtype)
 
         # model
         model = AddingRNN(config.network, config.sequence).to(device, dtype)
@@ -158,19 +157,17 @@ def train(config: Config, ranks: Ranks) -> None:
         memory = PeakMemory(device)
         for epoch in loop.epochs():
             batches.set_epoch(epoch, loop.state.batch, loop.steps_left)
-            for sequences, _ in loader:
+            for sequences in loader:
                 set_lr(optimizer, loop.lr)
-                loss = train_step(model, optimizer, sequences.to(device, dtype), segments)
+                loss = train_step(model, optimizer, sequences, segments)
                 loop.after_step(loss)
             loop.save()  # before the evaluation, which may take long
-            result = evaluate(model, val_loader, device, dtype)
-            loop.after_epoch(result, model.state_dict())
+            result = evaluate(model, val_loader, len(data.val), score=score)
+            loop.after_epoch(result, model.state_dict)
 
         # report
         used = memory.above_start()
-        loop.finish(
-            model.state_dict(), val_loss=result.loss, segments=segments, training_memory_bytes=used
-        )
+        loop.finish(model.state_dict(), segments=segments, training_memory_bytes=used)
         if budget is not None and used > budget:
             log.warning(f"training used {used:,} bytes, more than --memory-budget {budget}")
 

@@ -52,7 +52,7 @@ from common.training.ddp import (
 )
 from common.training.evaluate import evaluate
 from common.training.models import ModelOptions, prepare_model, set_train_mode
-from common.training.optimizer import OptimizerOptions, make_sgd, set_lr
+from common.training.optimizer import OptimizerOptions, clip_gradients, make_optimizer, set_lr
 from common.training.virtual_ranks import seed_shards, use_virtual_ranks
 
 NAME = "ddp_spawn"
@@ -110,7 +110,7 @@ def train(config: Config, ranks: Ranks) -> None:
             use_virtual_ranks(ddp, parallel.virtual_ranks, batch_size, config.run.timeout_s)
 
         # optimizer
-        optimizer = make_sgd(model.parameters(), options, scaled=scaler.is_enabled())
+        optimizer = make_optimizer(model.parameters(), options, scaled=scaler.is_enabled())
 
         # resume
         parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer, "scaler": scaler}
@@ -130,18 +130,19 @@ def train(config: Config, ranks: Ranks) -> None:
                 if parallel.virtual_ranks:
                     seed_shards(ddp, seed, loop.state.step)
                 losses = []
-                for part, truth in micro_batches(ddp, images, labels, parallel.accumulate):
+                for part, truth in micro_batches(ddp, (images, labels), parallel.accumulate):
                     with autocast:
                         losses.append(cross_entropy(ddp(part), truth, reduction="none"))
                     scaler.scale(losses[-1].sum() / len(labels)).backward()
+                clip_gradients(optimizer, options, scaler)
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad(set_to_none=True)
                 loop.after_step(torch.cat(losses))
             loop.save()  # before the evaluation, which may take long
             # The model inside, because ddp's forward would wait for the other ranks.
-            result = evaluate(model, val_loader, len(data.val), device)
-            loop.after_epoch(result, model.state_dict())
+            result = evaluate(model, val_loader, len(data.val))
+            loop.after_epoch(result, model.state_dict)
 
         # report
         loop.finish(model.state_dict())

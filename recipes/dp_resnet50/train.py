@@ -49,7 +49,7 @@ from common.terminal import log, set_up_logs
 from common.training.ddp import warm_up
 from common.training.evaluate import evaluate
 from common.training.models import ModelOptions, build_model, prepare_model, set_train_mode
-from common.training.optimizer import OptimizerOptions, make_sgd, set_lr
+from common.training.optimizer import OptimizerOptions, clip_gradients, make_optimizer, set_lr
 from recipes.dp_resnet50.report import Utilization, show_gpus, show_inference
 
 NAME = "dp_resnet50"
@@ -146,7 +146,7 @@ def train(config: Config, ranks: Ranks) -> None:
             parallel = nn.DataParallel(Autocast(model, autocast), [d.index for d in devices])
 
         # optimizer
-        optimizer = make_sgd(model.parameters(), options, scaled=scaler.is_enabled())
+        optimizer = make_optimizer(model.parameters(), options, scaled=scaler.is_enabled())
 
         # resume
         parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer, "scaler": scaler}
@@ -166,13 +166,14 @@ def train(config: Config, ranks: Ranks) -> None:
                 with autocast:
                     loss = cross_entropy(parallel(images), labels)
                 scaler.scale(loss).backward()
+                clip_gradients(optimizer, options, scaler)
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad(set_to_none=True)
                 loop.after_step(loss)
             loop.save()  # before the evaluation, which may take long
-            result = evaluate(model, val_loader, len(data.val), device)
-            loop.after_epoch(result, model.state_dict())
+            result = evaluate(model, val_loader, len(data.val))
+            loop.after_epoch(result, model.state_dict)
 
         # report
         used = utilization.stop()

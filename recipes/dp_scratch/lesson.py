@@ -53,8 +53,8 @@ def show_lesson(
                 batches.set_epoch(epoch)
                 for images, labels in loader:
                     train_step(replicas, images, labels, lr)
-                result = evaluate(replicas, val_loader, total, replicas.devices[0])
-                accuracies.append(result.accuracy)
+                result = evaluate(replicas, val_loader, total)
+                accuracies.append(result.means["accuracy"])
                 bar.update()
     bar.close()
     save_figure(folder / "lesson.png", partial(plot_lesson, found), panels=2)

@@ -27,7 +27,7 @@ if not __package__:  # started as a file: the repository is not on the path yet
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from common import cli
@@ -47,7 +47,7 @@ from common.run.snapshot import Stateful
 from common.seeds import mixed_precision, seed_everything, set_determinism
 from common.terminal import log, set_up_logs
 from common.training.evaluate import evaluate
-from common.training.optimizer import OptimizerOptions, SmallBatchOptions
+from common.training.optimizer import ScheduleOptions
 from recipes.dp_scratch.lenet import initialize, lenet, refuse_other_images
 from recipes.dp_scratch.lesson import show_lesson
 
@@ -70,43 +70,35 @@ class Config:
 
     run: RunOptions = field(default_factory=RunOptions)
     data: DataOptions = field(default_factory=partial(DataOptions, image_size=28))
-    optimizer: OptimizerOptions = field(
-        default_factory=partial(
-            SmallBatchOptions, epochs=15, lr=0.2, momentum=0.0, weight_decay=0.0
-        )
-    )
+    optimizer: ScheduleOptions = field(default_factory=partial(ScheduleOptions, epochs=15, lr=0.2))
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
     def __post_init__(self) -> None:
-        """Refuse options that the plain update does not have."""
-        if self.optimizer.momentum or self.optimizer.weight_decay:
-            raise ValueError("dp_scratch's update is plain: no --momentum, no --weight-decay")
+        """Refuse a precision that the update does not have."""
         if self.run.precision in ("bf16", "fp16"):
             raise ValueError("dp_scratch computes in --precision fp32 or fp64")
 
 
-class Replicas:
-    """The parameters, copied to each device."""
+class Replicas(nn.Module):
+    """The parameters, copied to each device. It is a module only because `evaluate` takes one."""
 
     def __init__(self, parameters: dict[str, Tensor], devices: Sequence[torch.device]) -> None:
+        super().__init__()
         self.devices = devices
         self.copies = [
-            {name: value.to(device, copy=True) for name, value in parameters.items()}
+            {name: own.to(device, copy=True).requires_grad_() for name, own in parameters.items()}
             for device in devices
         ]
-        for copy in self.copies:
-            for value in copy.values():
-                value.requires_grad_()
 
-    def __call__(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         """Logits, computed on the first device alone."""
         return lenet(self.copies[0], images)
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self, **_options: Any) -> Any:
         """One copy of the parameters: all copies are equal."""
         return {name: value.detach() for name, value in self.copies[0].items()}
 
-    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state_dict: Any, *_: Any, **_options: Any) -> Any:
         """Copy parameters to every device."""
         for copy in self.copies:
             for name, value in copy.items():
@@ -193,8 +185,8 @@ def train(config: Config, ranks: Ranks) -> None:
                     loss = train_step(replicas, images, labels, loop.lr)
                     loop.after_step(loss)
                 loop.save()  # before the evaluation, which may take long
-                result = evaluate(replicas, val_loader, len(data.val), device)
-                loop.after_epoch(result, replicas.state_dict())
+                result = evaluate(replicas, val_loader, len(data.val))
+                loop.after_epoch(result, replicas.state_dict)
 
             # report
             loop.finish(replicas.state_dict())

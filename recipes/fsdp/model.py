@@ -104,7 +104,9 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(vocabulary, options.width)
         blocks = (Block(options.width, options.heads) for _ in range(options.layers))
         self.blocks, self.norm = nn.ModuleList(blocks), nn.RMSNorm(options.width)
-        self.head = None if options.tie_weights else nn.Linear(options.width, vocabulary, bias=False)
+        self.head = (
+            None if options.tie_weights else nn.Linear(options.width, vocabulary, bias=False)
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits."""

@@ -4,7 +4,7 @@ Sources: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277); Rajbhandari et al.
 1910.02054); Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -92,7 +92,9 @@ def parallelise(
             columns = ("attention.query", "attention.key", "attention.value", "up")
             plan = {name: ColwiseParallel() for name in columns}
             parallelize_module(
-                block, tensor, plan | {"attention.out": RowwiseParallel(), "down": RowwiseParallel()}
+                block,
+                tensor,
+                plan | {"attention.out": RowwiseParallel(), "down": RowwiseParallel()},
             )
     # Master weights and reductions keep the parameters' own dtype.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
@@ -163,15 +165,16 @@ def clip_by_global_norm(model: nn.Module, most: float, mesh: DeviceMesh) -> Tens
 
 
 def in_step(
-    batches: Iterable[tuple[Tensor, Tensor]], steps: int, model: Callable[[Tensor], object]
+    batches: Iterable[tuple[Tensor, Tensor]], steps: int, model: nn.Module
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches, their targets in one row; then empty forward passes, until there were `steps`.
+    """The batches of an evaluation, then empty forward passes, until there were `steps`.
 
-    A rank that has no more samples must still take part when the others gather parameters.
+    A rank that has no more samples must still take part when the other ranks gather parameters.
     """
     done = 0
     for tokens, targets in batches:
-        yield tokens, targets.flatten()
+        yield tokens, targets
         done += 1
     for _ in range(done, steps):
-        model(torch.zeros(1, 1, dtype=torch.int64, device=tokens.device))
+        device = next(model.parameters()).device
+        model(torch.zeros(1, 1, dtype=torch.int64, device=device))

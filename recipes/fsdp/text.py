@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from common.data.datasets import Data
+from common.data.datasets import Data, LoaderOptions
 from common.data.stream import Key, Samples
 from common.errors import InputError
 from common.group.collectives import agreed
@@ -25,7 +26,7 @@ VOCABULARY = 256
 
 
 @dataclass(frozen=True)
-class TextOptions:
+class TextOptions(LoaderOptions):
     """The text to learn; its last tenth is held out for validation."""
 
     data: Literal["pydoc", "text"] = "pydoc"
@@ -38,6 +39,7 @@ class TextOptions:
 
     def __post_init__(self) -> None:
         """Refuse combinations that mean nothing."""
+        super().__post_init__()
         if (self.data == "text") != (self.data_path is not None):
             raise ValueError("--data text and --data-path FILE_OR_FOLDER belong together")
         if self.context < 1:
@@ -55,7 +57,7 @@ class Windows(Samples):
     """
 
     def __init__(self, text: Tensor, context: int, seed: int | None) -> None:
-        super().__init__(text, range((len(text) - 1) // context), torch.clone, seed or 0)
+        super().__init__(text, range((len(text) - 1) // context), seed or 0)
         self.context, self.random = context, seed is not None
 
     def __getitems__(self, keys: Sequence[Key]) -> list[Tensor]:
@@ -78,9 +80,15 @@ class Text:
     bigram_bits: float
     """Bits per character with which `bigram_bits_per_byte` predicts the held-out windows."""
 
-    def bits_per_character(self, loss: float) -> float:
-        """A mean cross-entropy per byte [nats] as bits per character."""
-        return loss / math.log(2) * self.bytes_per_character
+    def score(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """The mean cross-entropy of each window [nats per byte], also as bits per character."""
+        tokens, targets = batch
+        logits = model(tokens).double().transpose(1, 2)
+        losses = cross_entropy(logits, targets, reduction="none").mean(1)
+        return {
+            "loss": losses,
+            "bits_per_character": losses / math.log(2) * self.bytes_per_character,
+        }
 
 
 def load_text(options: TextOptions, seed: int) -> Text:
@@ -100,9 +108,12 @@ def load_text(options: TextOptions, seed: int) -> Text:
     fingerprint = hashlib.sha256(encoded).hexdigest()
     log.info(f"{options.data}: {len(encoded):,} bytes, SHA-256 {fingerprint[:16]}...")
     text = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    train, val = Windows(text[:cut], options.context, seed), Windows(text[cut:], options.context, None)
+    train, val = (
+        Windows(text[:cut], options.context, seed),
+        Windows(text[cut:], options.context, None),
+    )
     ratio = (len(encoded) - cut) / len(encoded[cut:].decode(errors="ignore"))
-    data = Data(train, val, [], 1, options.context, fingerprint)
+    data = Data(train, val, fingerprint)
     return Text(data, ratio, ratio * bigram_bits_per_byte(train.source, val))
 
 

@@ -22,21 +22,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 if not __package__:  # started as a file: the repository is not on the path yet
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from common import cli
-from common.data.stream import GlobalBatches, eval_batch_size, fixed_batches, make_loader
+from common.data.loaders import make_loaders
+from common.data.stream import eval_batch_size
 from common.group.devices import choose_device
 from common.group.process_group import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
+from common.options import free
 from common.run.announce import announce
 from common.run.folder import Run
 from common.run.loop import Loop
@@ -45,7 +47,7 @@ from common.run.snapshot import Stateful
 from common.seeds import seed_everything, set_determinism
 from common.terminal import set_up_logs
 from common.training.evaluate import evaluate
-from common.training.optimizer import OptimizerOptions, set_lr
+from common.training.optimizer import ScheduleOptions, set_lr
 from recipes.fsdp.model import Transformer, TransformerOptions, initialize
 from recipes.fsdp.parallel import (
     ParallelOptions,
@@ -68,14 +70,25 @@ class PrecisionRunOptions(RunOptions):
     precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"  # type: ignore[assignment]
     """Arithmetic of the model. auto: bf16 on GPUs, fp32 on CPUs.
     bf16: computes in bf16, but weights, gradients' sums and optimizer state are fp32."""
+    best_by: Literal["none"] = free("none")  # type: ignore[assignment]
+    """No best.pt: one rank would have to keep a whole model. --epoch-weights keeps every epoch's."""
 
 
 @dataclass(frozen=True)
-class AdamWOptions(OptimizerOptions):
+class AdamWOptions(ScheduleOptions):
     """Length of the training, batch size and learning rate."""
 
+    weight_decay: float = 0.1
+    """Weight decay, on matrices."""
     clip_grad_norm: float = 1.0
-    """Largest norm of the gradient of the whole model; a longer one is scaled down."""
+    """Largest norm of all gradients together; larger gradients are scaled down to it."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work."""
+        super().__post_init__()
+        self._refuse_below(weight_decay=0)
+        if not self.clip_grad_norm > 0:
+            raise ValueError(f"--clip-grad-norm must be positive, got {self.clip_grad_norm}")
 
 
 @dataclass(frozen=True)
@@ -86,18 +99,9 @@ class Config:
     text: TextOptions = field(default_factory=TextOptions)
     model: TransformerOptions = field(default_factory=TransformerOptions)
     optimizer: AdamWOptions = field(
-        default_factory=partial(
-            AdamWOptions, epochs=2, lr=3e-3, warmup_epochs=0.1, momentum=0, weight_decay=0.1
-        )
+        default_factory=partial(AdamWOptions, epochs=2, lr=3e-3, warmup_epochs=0.1)
     )
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
-
-    def __post_init__(self) -> None:
-        """Refuse combinations that cannot work."""
-        if self.optimizer.momentum:
-            raise ValueError(f"{NAME} trains with AdamW: no --momentum")
-        if self.optimizer.clip_grad_norm <= 0:
-            raise ValueError("--clip-grad-norm must be positive")
 
 
 def train(config: Config, ranks: Ranks) -> None:
@@ -123,11 +127,19 @@ def train(config: Config, ranks: Ranks) -> None:
         # data
         text = load_text(config.text, seed)
         data, batch_size = text.data, options.total_batch_size(shares)
-        batches = GlobalBatches(len(data.train), batch_size, seed, share, shares)
-        loader = make_loader(data.train, batches)
-        val_size = eval_batch_size(len(data.val))
-        val_loader = make_loader(data.val, fixed_batches(len(data.val), val_size, share, shares))
-        val_steps = -(-len(data.val) // (val_size * shares))
+        batches, loader, val_loader = (
+            make_loaders(  # ranks of tensor parallelism load the same data
+                data,
+                config.text,
+                batch_size,
+                seed,
+                Ranks(share, share, shares, shares),
+                device,
+                dtype,
+                run.folder,
+            )
+        )
+        run.resolve(num_workers=loader.num_workers)
 
         # model
         with torch.device("meta"):  # without memory: no rank ever holds all of it
@@ -147,34 +159,30 @@ def train(config: Config, ranks: Ranks) -> None:
         if not loop.resume():
             return
 
-        def predict(tokens: Tensor) -> Tensor | None:
-            logits: Tensor = model(tokens.to(device)).flatten(0, 1)
-            return logits if mesh["tensor"].get_local_rank() == 0 else None  # count them once
+        def score(model: nn.Module, batch: Any) -> dict[str, Tensor] | None:
+            scores = text.score(model, batch)  # the same on all ranks of tensor parallelism
+            return scores if mesh["tensor"].get_local_rank() == 0 else None
 
         # loop
         for epoch in loop.epochs():
             batches.set_epoch(epoch, loop.state.batch, loop.steps_left)
             for tokens, targets in loader:
                 set_lr(optimizer, loop.lr)
-                logits = model(tokens.to(device)).transpose(1, 2).to(dtype)
-                losses = cross_entropy(logits, targets.to(device), reduction="none").mean(1)
+                logits = model(tokens).transpose(1, 2).to(dtype)
+                losses = cross_entropy(logits, targets, reduction="none").mean(1)
                 losses.mean().backward()
                 clip_by_global_norm(model, options.clip_grad_norm, mesh)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 loop.after_step(losses)
             loop.save()  # before the evaluation, which may take long
-            held_out = in_step(val_loader, val_steps, predict)
-            total = len(data.val) * config.text.context  # targets
-            result = evaluate(predict, held_out, total, device)
-            loop.after_epoch(result, loop.whole_model() if config.run.epoch_weights else {})
+            batches_per_rank = -(-len(data.val) // (eval_batch_size(len(data.val)) * shares))
+            held_out = in_step(val_loader, batches_per_rank, model)
+            result = evaluate(model, held_out, len(data.val), score=score)
+            loop.after_epoch(result, loop.whole_model)
 
         # report
-        loop.finish(
-            loop.whole_model(),
-            bits_per_character=text.bits_per_character(result.loss),
-            bigram_bits_per_character=text.bigram_bits,
-        )
+        loop.finish(loop.whole_model(), bigram_bits_per_character=text.bigram_bits)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

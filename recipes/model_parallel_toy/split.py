@@ -98,7 +98,7 @@ def generated_points(seed: int) -> Data:
     points = torch.randn(2000, 10, generator=generator)
     source = Arrays(points, (points @ torch.randn(10, 5, generator=generator)).argmax(1))
     train, val = (ArraySamples(source, part, seed) for part in (range(1600), range(1600, 2000)))
-    return Data(train, val, [str(n) for n in range(5)], 10, 1, source.digest())
+    return Data(train, val, source.digest(), [str(n) for n in range(5)], 10, 1)
 
 
 def cut(model: Any, stages: int, sample: Tensor) -> list[nn.Sequential]:

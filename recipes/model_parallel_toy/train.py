@@ -45,7 +45,7 @@ from common.run.snapshot import Stateful
 from common.seeds import mixed_precision, seed_everything, set_determinism
 from common.terminal import set_up_logs
 from common.training.evaluate import evaluate
-from common.training.optimizer import OptimizerOptions, make_sgd, set_lr
+from common.training.optimizer import OptimizerOptions, clip_gradients, make_optimizer, set_lr
 from recipes.model_parallel_toy.split import (
     ParallelOptions,
     Split,
@@ -97,17 +97,18 @@ def train(config: Config, ranks: Ranks) -> None:
     with process_group(ranks, device, config.run.backend, config.run.timeout_s):
         run = Run(NAME, config, ranks, device, *devices)
         replicas = parallel.data_parallel
-        mesh, replica, data_group = None, 0, None
+        mesh, replica, data_group, stage_group = None, 0, None, None
         if parallel.in_processes:
             from recipes.model_parallel_toy.pipeline import Pipeline, make_mesh
 
             mesh = make_mesh(device, replicas, parallel.stages)
-            replica, data_group = mesh.get_local_rank("data"), mesh.get_group("data")
+            replica = mesh.get_local_rank("data")
+            data_group, stage_group = mesh.get_group("data"), mesh.get_group("stage")
 
         # data
         toy = config.model.model == "toy"
         data = generated_points(seed) if toy else load_data(config.data, seed, ranks)
-        batch_size = options.total_batch_size(replicas)
+        batch_size = options.total_batch_size(replicas, parallel.micro_batch_count)
         if batch_size % (replicas * parallel.micro_batch_count):
             raise InputError(
                 f"--global-batch-size {batch_size} cannot be divided by {replicas} pipelines x "
@@ -133,7 +134,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
         # optimizer
         state = StageState(model)
-        optimizer = make_sgd(model.parameters(), options)
+        optimizer = make_optimizer(model.parameters(), options)
 
         # resume
         parts: dict[str, Stateful] = {"model": state, "optimizer": optimizer}
@@ -151,12 +152,13 @@ def train(config: Config, ranks: Ranks) -> None:
                 if parallel.in_processes and loop.state.step == loop.last_step - 1:
                     pipe.note_work(parallel.timeline)
                 loss = pipe.backward(inputs, labels)
+                clip_gradients(optimizer, options, stages=stage_group)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 loop.after_step(loss)
             loop.save()  # before the evaluation, which may take long
-            result = evaluate(pipe, val_loader, len(data.val), device, data_group)
-            loop.after_epoch(result, state.full_state_dict() if config.run.epoch_weights else {})
+            result = evaluate(pipe, val_loader, len(data.val), data_group)
+            loop.after_epoch(result, state.full_state_dict)
 
         # report
         loop.finish(state.full_state_dict())
