@@ -33,7 +33,7 @@ class TextOptions(LoaderOptions):
     """Text. pydoc: the language reference inside this Python, about 465,000 characters.
     It differs between versions of Python. text: UTF-8 in --data-path."""
     data_path: Path | None = free(None)
-    """text: a file, or a folder whose files (not hidden ones) are read in the order of their names."""
+    """text: a file, or a folder whose files are read in the order of their names."""
     context: int = 128
     """Length of a sample [bytes]."""
 
@@ -143,7 +143,7 @@ def _read(path: Path) -> bytes:
 
 
 def bigram_bits_per_byte(train: Tensor, val: Windows) -> float:
-    """How a table of pairs predicts the held-out windows [bits]: counts of `train`, each plus 0.1."""
+    """How a table of pairs predicts the held-out windows [bits]: counts in `train`, plus 0.1."""
     pairs = torch.full((VOCABULARY, VOCABULARY), 0.1, dtype=torch.float64)
     places = train[:-1].long() * VOCABULARY + train[1:].long()
     pairs += torch.bincount(places, minlength=VOCABULARY**2).view_as(pairs)

@@ -71,7 +71,7 @@ class PrecisionRunOptions(RunOptions):
     """Arithmetic of the model. auto: bf16 on GPUs, fp32 on CPUs.
     bf16: computes in bf16, but weights, gradients' sums and optimizer state are fp32."""
     best_by: Literal["none"] = free("none")  # type: ignore[assignment]
-    """No best.pt: one rank would have to keep a whole model. --epoch-weights keeps every epoch's."""
+    """No best.pt: one rank would have to keep a whole model. --epoch-weights keeps all epochs."""
 
 
 @dataclass(frozen=True)
