@@ -5,7 +5,7 @@ tree. Pieces from any mesh can be put together on any other mesh.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,26 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_map_with_path
 
 from common.errors import InputError
+from common.files import load_data_only
 
 Pieces = Mapping[str, tuple[Tensor, list[int]]]
 """By the tensor's place in the state: a part of it, and where the part begins in each dimension."""
+
+
+class Shards:
+    """The pieces in each rank's file of a snapshot, read when needed; iterable many times."""
+
+    def __init__(self, paths: list[str], first: int = 0) -> None:
+        """Begin with the file `first`, where a rank on the same mesh finds all its pieces."""
+        self.paths = [Path(path) for path in paths[first:] + paths[:first]]
+        self.opened = [load_data_only(self.paths[0], mmap=True)]
+
+    def __iter__(self) -> Iterator[Pieces]:
+        """Pieces of a file at a time."""
+        for number, path in enumerate(self.paths):
+            if number == len(self.opened):
+                self.opened.append(load_data_only(path, mmap=True))
+            yield self.opened[number]["pieces"]
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, list[int]]:
@@ -29,7 +46,8 @@ def local_part(tensor: Tensor) -> tuple[Tensor, list[int]]:
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach(), [0] * tensor.ndim
-    local, mesh = tensor.detach().to_local(), tensor.device_mesh
+    local: Tensor = tensor.to_local().detach()
+    mesh = tensor.device_mesh
     starts, sizes, place = [0] * tensor.ndim, list(tensor.shape), mesh.get_coordinate()
     assert place is not None
     for level in reversed(range(mesh.ndim)):

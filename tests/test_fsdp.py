@@ -16,7 +16,7 @@ from common.files import weights_sha256
 from common.launch.ranks import Ranks
 from common.shards import fill, take_apart
 from recipes.fsdp import parallel, text
-from recipes.fsdp.model import Transformer, TransformerOptions, initialize
+from recipes.fsdp.model import Transformer, TransformerOptions
 from recipes.fsdp.train import Config, train
 from tests.conftest import Result
 from tests.pool import Pool, in_group
@@ -51,15 +51,15 @@ def steps(
     return norms
 
 
-def on_meta() -> Transformer:
+def on_meta(recompute: bool = False) -> Transformer:
     with torch.device("meta"):
-        return Transformer(SMALL, VOCABULARY).double()
+        return Transformer(SMALL, VOCABULARY, recompute).double()
 
 
 def plain(count: int) -> tuple[Weights, list[float]]:
     """One process, torch's own clipping; weights and norms."""
     model: Transformer = on_meta().to_empty(device="cpu")
-    initialize(model, 0)
+    parallel.initialize(model, 0)
     norms = steps(model, count, 0, 1, lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5))
     return {name: value.detach() for name, value in model.state_dict().items()}, norms
 
@@ -71,10 +71,10 @@ def on_mesh(
     replicas, shard, tensor = sizes
     options = parallel.ParallelOptions(shard, replicas, tensor, **(how or {}))
     mesh = parallel.make_mesh(CPU, options.sizes(ranks.world_size))
-    model = on_meta()
+    model = on_meta(options.recompute)
     parallel.parallelise(model, mesh, options)
     model.to_empty(device="cpu")
-    initialize(model, 0)
+    parallel.initialize(model, 0)
 
     def clip() -> Tensor:
         if fault == "local norm":

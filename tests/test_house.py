@@ -29,7 +29,7 @@ ROOMS: dict[str, set[str]] = {
     "seeds": set(),
     "figure": set(),
     "options": set(),
-    "shards": {"errors"},
+    "shards": {"errors", "files"},
     "stack": {"errors"},
     "machine": {"stack"},
     "launch": {"errors"},

@@ -6,11 +6,11 @@ or on every rank if each one has a part of the state.
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,11 @@ from common.run.snapshot_files import (
     FORMAT,
     list_snapshots,
     newest_name,
-    read_shard,
     remove,
     write,
 )
 from common.seeds import rng_state, seed_everything, set_rng_state
-from common.shards import put_together, take_apart, whole
+from common.shards import Shards, put_together, take_apart, whole
 
 _POSITION = ("epoch", "batch", "step", "metrics_bytes", "metrics_sha256")
 log = logging.getLogger("recipes")
@@ -123,7 +122,7 @@ class TrainingState:
             content |= {"mesh": _layout(self.mesh), "mean_loss_sum": losses.mean()}
             if self._group is None:  # for the threads: training uses the others
                 with gloo_does_not_disturb("gloo"):
-                    self._group = dist.new_group(backend="gloo")
+                    self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
                 keep_until_exit(self._group)
             self._writing = self._writer.submit(self._write_shard, folder, content, mine, keep)
         elif ranks := gather_to_rank_0(mine):
@@ -162,8 +161,8 @@ class TrainingState:
         self._shards = found["shards"]
         if self.mesh is not None:
             files = Shards(self._shards, first=rank % len(self._shards))
-            parts, present = files.own["parts"], {n: p.state_dict() for n, p in self.parts.items()}
-            mine, found = files.own, put_together(parts, present, files) | found
+            mine, present = files.opened[0], {n: p.state_dict() for n, p in self.parts.items()}
+            found = put_together(mine["parts"], present, files) | found
             losses = mine["loss_sum"] if same else found["mean_loss_sum"]
         else:
             losses = torch.cat([entry["loss_sum"] for entry in found["ranks"]])
@@ -217,32 +216,12 @@ class TrainingState:
             raise TrainingError(problem)
         self._shards = [str(folder / name) for name, _ in said]
         if rank == 0:
-            content["shards"] = [name for name, _ in said]
-            for shard in self._shards:
-                if not Path(shard).is_file():
-                    raise TrainingError(
-                        f"{shard} was written, but rank 0 does not see it: --output-dir must be on "
-                        "a file system that all hosts share"
-                    )
-            write(folder, step, content)
-            for old in list_snapshots(folder)[keep:]:
-                remove(old)
-
-
-class Shards:
-    """The pieces in each rank's file of a snapshot, read when needed; iterable many times."""
-
-    def __init__(self, paths: list[str], first: int = 0) -> None:
-        """Begin with the file `first`, where a rank on the same mesh finds all its pieces."""
-        self.paths, self.own = paths[first:] + paths[:first], read_shard(paths[first])
-        self.opened = [self.own["pieces"]]
-
-    def __iter__(self) -> Iterator[Any]:
-        """Pieces of a file at a time."""
-        for number, path in enumerate(self.paths):
-            if number == len(self.opened):
-                self.opened.append(read_shard(path)["pieces"])
-            yield self.opened[number]
+            if unseen := [shard for shard in self._shards if not Path(shard).is_file()]:
+                raise TrainingError(
+                    f"rank 0 does not see {unseen[0]}, which another rank wrote: --output-dir must "
+                    "be on a file system that all hosts share"
+                )
+            _write(folder, step, content | {"shards": [name for name, _ in said]}, keep)
 
 
 def _layout(mesh: DeviceMesh) -> dict[str, int]:
@@ -250,8 +229,8 @@ def _layout(mesh: DeviceMesh) -> dict[str, int]:
 
 
 def _write(folder: Path, step: int, content: dict[str, Any], keep: int) -> None:
-    """In the thread: check the weights, write the snapshot, and remove old ones."""
-    _refuse_non_finite_weights(content["model"], step, folder)
+    """In the thread of rank 0: check the weights, write the snapshot, and remove old ones."""
+    _refuse_non_finite_weights(content.get("model", {}), step, folder)
     write(folder, step, content)
     for old in list_snapshots(folder)[keep:]:
         remove(old)

@@ -5,29 +5,21 @@ part of the name, so one rename publishes both. If the state is divided between 
 written last, and names the file of each rank, `step_00000120.rank_00003.<checksum>.shard`.
 """
 
-import errno
 import hashlib
 import logging
-import os
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from common.errors import InputError, TrainingError
+from common.errors import InputError
+from common.files import checksum, load_data_only, save_checked
 from common.group.collectives import agreed, broadcast, gather
 from common.run.options import Options, refuse_another_run, refuse_unlike_rank_0
 
 FORMAT = 4
 
-_FIXES = {
-    errno.ENOSPC: "make room",
-    errno.EDQUOT: "make room within your quota",
-    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
-}
 log = logging.getLogger("recipes")
 
 
@@ -36,41 +28,10 @@ class UnsoundError(InputError):
 
 
 def write(folder: Path, step: int, content: dict[str, Any], rank: int | None = None) -> Path:
-    """Write `content` to a temporary file, flush it to the disk, then rename it.
-
-    Args:
-        folder: of the run's snapshots.
-        step: of the snapshot.
-        content: tensors, numbers and text.
-        rank: whose shard of the snapshot this is. None: it is the snapshot.
-
-    Raises:
-        TrainingError: the file cannot be written; the files in the folder are unchanged.
-    """
-    name, suffix = f"step_{step:08d}", "pt"
-    if rank is not None:
-        name, suffix = f"{name}.rank_{rank:05d}", "shard"
-    temporary = folder / f"{name}.{os.getpid()}.tmp"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        path = folder / f"{name}.{_digest(temporary)}.{suffix}"
-        temporary.rename(path)
-        directory = os.open(folder, os.O_RDONLY)
-        os.fsync(directory)
-        os.close(directory)
-    except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        fix = _FIXES.get(getattr(error, "errno", errno.ENOSPC), "make the folder writable")
-        raise TrainingError(
-            f"cannot write a snapshot into {folder} ({str(error).splitlines()[0]}): {fix}, "
-            "then run the same command to resume from the last snapshot"
-        ) from error
-    return path
+    """Write a snapshot, or the shard of a rank, by `common.files.save_checked`."""
+    if rank is None:
+        return save_checked(folder, f"step_{step:08d}", "pt", content)
+    return save_checked(folder, f"step_{step:08d}.rank_{rank:05d}", "shard", content)
 
 
 def list_snapshots(folder: Path) -> list[Path]:
@@ -101,9 +62,9 @@ def read(path: Path) -> dict[str, Any]:
     expected = re.search(r"\.([0-9a-f]{16})\.pt$", path.name)
     if not expected:
         raise InputError(f"{path} is not named like a snapshot (step_NNNNNNNN.CHECKSUM.pt)")
-    if _digest(path) != expected[1]:
+    if checksum(path) != expected[1]:
         raise UnsoundError(f"snapshot {path} is torn or altered: its checksum is not {expected[1]}")
-    content = _load(path)
+    content = load_data_only(path)
     if content.get("format") != FORMAT:
         raise InputError(
             f"snapshot {path} has format {content.get('format')}, this code reads {FORMAT}: "
@@ -111,22 +72,6 @@ def read(path: Path) -> dict[str, Any]:
         )
     shards = [str(path.parent / name) for name in content.get("shards", ())]
     return {**content, "path": str(path), "shards": shards}
-
-
-def read_shard(path: str) -> dict[str, Any]:
-    """One rank's file, which `find` has checked; its tensors are read when they are used."""
-    return _load(Path(path), mmap=True)
-
-
-def _load(path: Path, **how: bool) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, **how)
-    except Exception as error:  # torch.load raises whatever the unpickler raises
-        raise InputError(
-            f"snapshot {path} holds more than tensors and numbers, and is not loaded: "
-            "it could run code"
-        ) from error
-    return content
 
 
 def find(resume: str | Path, folder: Path, identity: Options) -> dict[str, Any] | None:
@@ -161,15 +106,13 @@ def find(resume: str | Path, folder: Path, identity: Options) -> dict[str, Any] 
 
 def _first_fault(shards: list[str]) -> str:
     """What is wrong with a snapshot's shards, on every rank; each rank checks its share."""
-    if not shards:
-        return ""
     fault = ""
-    for shard in shards[dist.get_rank() :: dist.get_world_size()]:
-        if not Path(shard).is_file():
-            fault = fault or f"shard {shard} is missing"
-        elif _digest(Path(shard)) != shard.split(".")[-2]:
-            fault = fault or f"shard {shard} is torn or altered: its checksum is another"
-    return next(filter(None, gather(fault)), "")
+    for shard in map(Path, shards[dist.get_rank() :: dist.get_world_size()]):
+        if not shard.is_file():
+            fault = f"shard {shard} is missing"
+        elif checksum(shard) != shard.suffixes[-2][1:]:
+            fault = f"shard {shard} is torn or altered: its checksum is another"
+    return next(filter(None, gather(fault)), "") if shards else ""
 
 
 def _set_aside(path: Path, folder: Path, fault: str) -> None:
@@ -232,8 +175,3 @@ def _refuse_other_metrics(found: dict[str, Any], path: Path, metrics: Path) -> N
         expected and hashlib.sha256(counted).hexdigest() != expected
     ):
         raise UnsoundError(f"{metrics} was cut or altered after {path.name} was written")
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]

@@ -6,16 +6,12 @@ RMSNorm, Zhang & Sennrich 2019 (arXiv 1910.07467); shared embedding, Press & Wol
 1608.05859).
 """
 
-import zlib
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-
-from common.seeds import mix
-from common.shards import local_part
 
 
 @dataclass(frozen=True)
@@ -72,17 +68,19 @@ def rotated(x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and two linear layers, each added to its own input."""
+    """Attention and two linear layers, each added to its own input.
 
-    def __init__(self, width: int, heads: int) -> None:
+    With `recompute`, only the block's input is kept, and the backward pass computes the rest again.
+    """
+
+    def __init__(self, width: int, heads: int, recompute: bool) -> None:
         super().__init__()
+        self.recompute = recompute
         self.attention_norm, self.attention = nn.RMSNorm(width), Attention(width, heads)
         self.mlp_norm = nn.RMSNorm(width)
         self.up, self.down = (
             nn.Linear(a * width, b * width, bias=False) for a, b in ((1, 4), (4, 1))
         )
-        self.recompute = False
-        """Keep only the input for the backward pass, which computes the rest again."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(samples, time, width) to the same shape."""
@@ -93,16 +91,19 @@ class Block(nn.Module):
     def compute(self, x: Tensor) -> Tensor:
         """The block's output."""
         x = x + self.attention(self.attention_norm(x))
-        return x + self.down(gelu(self.up(self.mlp_norm(x)), approximate="tanh"))  # type: ignore[no-any-return]
+        out: Tensor = x + self.down(gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
+        return out
 
 
 class Transformer(nn.Module):
     """Tokens (samples, time) to logits (samples, time, vocabulary) of each next token."""
 
-    def __init__(self, options: TransformerOptions, vocabulary: int) -> None:
+    def __init__(
+        self, options: TransformerOptions, vocabulary: int, recompute: bool = False
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, options.width)
-        blocks = (Block(options.width, options.heads) for _ in range(options.layers))
+        blocks = (Block(options.width, options.heads, recompute) for _ in range(options.layers))
         self.blocks, self.norm = nn.ModuleList(blocks), nn.RMSNorm(options.width)
         self.head = (
             None if options.tie_weights else nn.Linear(options.width, vocabulary, bias=False)
@@ -115,22 +116,3 @@ class Transformer(nn.Module):
             x = block(x)
         last = self.embedding if self.head is None else self.head
         return linear(self.norm(x), last.weight)
-
-
-@torch.no_grad()
-def initialize(model: Transformer, seed: int) -> None:
-    """Fill the parameters that this rank holds; each row is drawn from its own seed.
-
-    So the bits do not depend on how the parameters are sharded, and no rank draws a whole model.
-    """
-    for name, parameter in model.named_parameters():
-        local, starts = local_part(parameter)
-        if parameter.ndim == 1:  # of a norm
-            local.fill_(1)
-            continue
-        depth = 2 * len(model.blocks) if name.endswith(("out.weight", "down.weight")) else 1
-        columns = slice(starts[1], starts[1] + local.shape[1])
-        for row, values in enumerate(local, starts[0]):
-            generator = torch.Generator().manual_seed(mix(seed, zlib.crc32(name.encode()), row))
-            drawn = torch.randn(parameter.shape[1], generator=generator) * 0.02 / depth**0.5
-            values.copy_(drawn[columns])

@@ -4,6 +4,7 @@ Sources: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277); Rajbhandari et al.
 1910.02054); Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3.
 """
 
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 from common.errors import InputError
 from common.group.process_group import gloo_does_not_disturb
 from common.options import free
+from common.seeds import mix
 from common.shards import holds_first, local_part
 from recipes.fsdp.model import Transformer
 
@@ -79,15 +81,14 @@ def parallelise(
 ) -> None:
     """Divide the parameters of a model that is still on `meta`; the model stays the same object.
 
-    Raises:
-        InputError: --tensor-parallel does not divide the heads.
+    Args:
+        model: its heads are a multiple of the ranks of tensor parallelism.
+        mesh: see `make_mesh`.
+        options: see `ParallelOptions`.
+        bf16: compute in bf16; master weights and reductions keep the parameters' own dtype.
     """
     tensor = mesh["tensor"]
-    heads = model.embedding.embedding_dim // model.blocks[0].attention.head_width  # type: ignore[union-attr,operator]
-    if heads % tensor.size():
-        raise InputError(f"--tensor-parallel {tensor.size()} does not divide --heads {heads}")
     for block in model.blocks:
-        block.recompute = options.recompute
         if tensor.size() > 1:  # columns, then rows: one all-reduce after each pair of matrices
             columns = ("attention.query", "attention.key", "attention.value", "up")
             plan = {name: ColwiseParallel() for name in columns}
@@ -96,7 +97,6 @@ def parallelise(
                 tensor,
                 plan | {"attention.out": RowwiseParallel(), "down": RowwiseParallel()},
             )
-    # Master weights and reductions keep the parameters' own dtype.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     data = mesh["replica", "shard"] if mesh["replica"].size() > 1 else mesh["shard"]
     for block in model.blocks:  # one group of parameters per block, gathered while it computes
@@ -118,20 +118,40 @@ def data_ranks(mesh: DeviceMesh) -> tuple[int, int]:
     )
 
 
+@torch.no_grad()
+def initialize(model: Transformer, seed: int) -> None:
+    """Fill the parameters that this rank holds; each row is drawn from its own seed.
+
+    So the bits do not depend on how the parameters are sharded, and no rank draws a whole model.
+    Standard deviations as in GPT-2: smaller for the last layers of a block's two parts.
+    """
+    for name, parameter in model.named_parameters():
+        local, starts = local_part(parameter)
+        if parameter.ndim == 1:  # of a norm
+            local.fill_(1)
+            continue
+        depth = 2 * len(model.blocks) if name.endswith(("out.weight", "down.weight")) else 1
+        columns = slice(starts[1], starts[1] + local.shape[1])
+        for row, values in enumerate(local, starts[0]):
+            generator = torch.Generator().manual_seed(mix(seed, zlib.crc32(name.encode()), row))
+            drawn = torch.randn(parameter.shape[1], generator=generator) * 0.02 / depth**0.5
+            values.copy_(drawn[columns])
+
+
 def make_adamw(model: Transformer, lr: float, weight_decay: float) -> torch.optim.AdamW:
     """AdamW that decays matrices, but no norms; its state exists before the first step.
 
     So a snapshot finds the state to load into. Each group has one mesh, which fused kernels need,
     and the groups are the same for every mesh, so that their order is.
     """
-    inner, outer, norms = groups = [], [], []  # type: tuple[list[nn.Parameter], ...]
+    groups: dict[str, list[nn.Parameter]] = {"blocks": [], "ends": [], "norms": []}
     for name, parameter in model.named_parameters():
-        matrix = inner if name.startswith("blocks.") else outer
-        (norms if parameter.ndim == 1 else matrix).append(parameter)
+        place = "blocks" if name.startswith("blocks.") else "ends"
+        groups["norms" if parameter.ndim == 1 else place].append(parameter)
     optimizer = torch.optim.AdamW(
         [
-            {"params": group, "weight_decay": 0.0 if group is norms else weight_decay}
-            for group in groups
+            {"params": group, "weight_decay": 0.0 if name == "norms" else weight_decay}
+            for name, group in groups.items()
         ],
         lr=lr,
         betas=(0.9, 0.95),

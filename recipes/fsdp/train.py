@@ -48,12 +48,13 @@ from common.seeds import seed_everything, set_determinism
 from common.terminal import set_up_logs
 from common.training.evaluate import evaluate
 from common.training.optimizer import ScheduleOptions, set_lr
-from recipes.fsdp.model import Transformer, TransformerOptions, initialize
+from recipes.fsdp.model import Transformer, TransformerOptions
 from recipes.fsdp.parallel import (
     ParallelOptions,
     clip_by_global_norm,
     data_ranks,
     in_step,
+    initialize,
     make_adamw,
     make_mesh,
     parallelise,
@@ -70,7 +71,7 @@ class PrecisionRunOptions(RunOptions):
     precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"  # type: ignore[assignment]
     """Arithmetic of the model. auto: bf16 on GPUs, fp32 on CPUs.
     bf16: computes in bf16, but weights, gradients' sums and optimizer state are fp32."""
-    best_by: Literal["none"] = free("none")  # type: ignore[assignment]
+    best_by: Literal["none"] = free("none")
     """No best.pt: one rank would have to keep a whole model. --epoch-weights keeps all epochs."""
 
 
@@ -102,6 +103,14 @@ class Config:
         default_factory=partial(AdamWOptions, epochs=2, lr=3e-3, warmup_epochs=0.1)
     )
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
+
+    def __post_init__(self) -> None:
+        """Refuse combinations that cannot work."""
+        if self.model.heads % self.parallel.tensor_parallel:
+            raise ValueError(
+                f"--tensor-parallel {self.parallel.tensor_parallel} does not divide --heads "
+                f"{self.model.heads}"
+            )
 
 
 def train(config: Config, ranks: Ranks) -> None:
@@ -143,7 +152,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
         # model
         with torch.device("meta"):  # without memory: no rank ever holds all of it
-            model = Transformer(config.model, VOCABULARY).to(dtype)
+            model = Transformer(config.model, VOCABULARY, parallel.recompute).to(dtype)
 
         # parallelise
         parallelise(model, mesh, parallel, bf16=config.run.precision == "bf16")
