@@ -35,7 +35,7 @@ def start(name: str, arguments: Sequence[str]) -> int:
     """
     try:
         ranks, given = _resolve(arguments)
-        alone = ranks.launcher == "none" and not {"-h", "--help"} & set(given)
+        alone = ranks.launcher == "none" and not {"-h", "--help", "--dry-run"} & set(given)
         if alone and _launched(name) == "ranks":
             with _input_errors():
                 options = _tyro(name, LaunchOptions, given, return_unknown_args=True)[0]

@@ -21,6 +21,7 @@ LAUNCHED = {
 
 COMMANDS = {
     "doctor": "what on this machine would stop a run, and what to do about it",
+    "sample RUN": "write text with the model of a run of fsdp",
     "reproduce RUN": "run the training of folder RUN again: is the result the same?",
 }
 
@@ -47,7 +48,7 @@ def main() -> int:
         for command, line in COMMANDS.items():
             print(f"  {command:<20} {line}")
         return 0
-    if name in ("reproduce", "doctor"):
+    if name in ("reproduce", "doctor", "sample"):
         return int(import_module(f"tools.{name}").main(arguments))
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)

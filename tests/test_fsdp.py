@@ -1,7 +1,10 @@
 """Laws of fsdp: every mesh trains like one plain process, and resumes from every other mesh."""
 
+import contextlib
+import io
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,12 @@ from common.errors import InputError
 from common.files import weights_sha256
 from common.launch.ranks import Ranks
 from common.shards import fill, take_apart
-from recipes.fsdp import parallel, text
+from recipes.fsdp import memory, parallel, text
 from recipes.fsdp.model import Transformer, TransformerOptions
 from recipes.fsdp.train import Config, train
-from tests.conftest import Result
-from tests.pool import Pool, in_group
+from tests.conftest import Recipe, Result
+from tests.pool import Pool, call_main, in_group
+from tests.test_bad_input import assert_refused
 
 CPU = torch.device("cpu")
 SMALL = TransformerOptions(layers=2, width=32, heads=4, tie_weights=False)
@@ -275,3 +279,133 @@ def test_an_unsound_shard_is_named_and_the_snapshot_before_is_taken(
         path.write_bytes(b"")
     with pytest.raises(InputError, match=r"snapshots in .* can be used"):
         fsdp(pool, tmp_path / "run", book, sizes, optimizer={"max_steps": 8})
+
+
+# Memory
+
+
+def measured(ranks: Ranks, sizes: Sizes, recompute: bool) -> tuple[dict[str, int], int]:
+    """Bytes that a rank holds after a backward pass, and that autograd kept for it."""
+    options = parallel.ParallelOptions(sizes[1], sizes[0], sizes[2], recompute=recompute)
+    mesh = parallel.make_mesh(CPU, sizes)
+    with torch.device("meta"):
+        model = Transformer(LARGER, text.VOCABULARY, recompute)
+    parallel.parallelise(model, mesh, options)
+    model.to_empty(device="cpu")
+    parallel.initialize(model, 0)
+    optimizer = parallel.make_adamw(model, 0.01, 0)
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    cross_entropy(model(tokens).transpose(1, 2), tokens).backward()
+    optimizer.step()
+    plain_model = Transformer(LARGER, text.VOCABULARY)
+    kept = memory._saved(
+        plain_model.parameters(),
+        lambda: cross_entropy(plain_model(tokens).transpose(1, 2), tokens),
+    )
+    return memory.held(model, optimizer), kept
+
+
+LARGER = TransformerOptions(layers=2, width=128, heads=4)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 1), (1, 4, 1), (1, 2, 2)])
+def test_bytes_are_counted_as_they_are_held(pool: Pool, sizes: Sizes) -> None:
+    world = sizes[0] * sizes[1] * sizes[2]
+    counted = memory.count(
+        sizes, parallel.ParallelOptions(), LARGER, 2, 16, torch.float32, torch.float32
+    )
+    found = pool.run(in_group, world, measured, sizes, False)
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert max(held[kind] for held, _ in found) == counted[kind]
+    if world == 1:
+        assert found[0][1] == counted["activations"]
+    whole = memory.count(
+        (1, 1, 1), parallel.ParallelOptions(), LARGER, 2, 16, torch.float32, torch.float32
+    )
+    share = counted["optimizer"] / whole["optimizer"]
+    assert share <= {1: 1, 2: 0.60, 4: 0.35}[world]
+
+
+# The command lines
+
+
+def test_fsdp_through_the_front_door(recipe: Recipe, book: Path) -> None:
+    options = ("--data", "text", "--data-path", book, "--context", 16, "--layers", 1)
+    more = ("--width", 16, "--heads", 2, "--epochs", 1, "--nproc", 2, "--shard", 2)
+    result = recipe("fsdp", *map(str, (*options, *more))).assert_ok()
+    assert "fsdp: world_size 2 (launcher: recipes), device cpu" in result.stdout
+    assert result.summary["bigram_bits_per_character"] > 0
+    assert "val_bits_per_character" in result.metrics[-1]
+    weights = torch.load(result.folder / "model.pt", weights_only=True)
+    assert weights_sha256(weights) == result.sha
+    said = recipe.module("sample", result.folder, "--prompt", "7 times", "--length", "20")
+    assert said.assert_ok().stdout.startswith("7 times")
+    assert len(said.stdout.encode()) >= 20
+
+
+def command(pool: Pool, module: str, *arguments: str | Path) -> tuple[int, str, str]:
+    (answer,) = pool.run(call_tool, 1, module, [str(a) for a in arguments])
+    return answer  # type: ignore[no-any-return]
+
+
+def call_tool(_ranks: Ranks, module: str, arguments: list[str]) -> tuple[int, str, str]:
+    said, told = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(told):
+        status = import_module(module).main(arguments)
+    return status, told.getvalue(), said.getvalue()
+
+
+def test_a_dry_run_starts_nothing_and_counts_larger_meshes(pool: Pool, tmp_path: Path) -> None:
+    ((status, told, _),) = pool.run(
+        call_main, 1, "fsdp", ["--dry-run", "--nproc", "4", "--output-dir", str(tmp_path / "run")]
+    )
+    assert status == 0
+    assert not (tmp_path / "run").exists()
+    rows = [line.split(" ranks")[0].split(" = ")[1] for line in told.splitlines()[2:]]
+    assert rows == ["4", "8", "64", "512"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--shard 2", "2 ranks, but this run has 1: --shard 1 would do with --nproc 1 or"),
+        ("--replicas 2", "2 ranks, but this run has 1: start --nproc 2"),
+        ("--tensor-parallel 3", "--tensor-parallel 3 does not divide --heads 4"),
+        ("--replicas 0", "--replicas and --tensor-parallel must be at least 1"),
+        ("--width 100 --heads 3", "--width 100 is not a multiple of 2 x --heads 3"),
+        ("--data text", "--data text and --data-path FILE_OR_FOLDER belong together"),
+        ("--data text --data-path nowhere", "nowhere is neither a file nor a folder with files"),
+        ("--context 100000", r"466,117 bytes|the text has .* bytes: give at least"),
+        ("--clip-grad-norm 0", "--clip-grad-norm must be positive"),
+        ("--best-by val_loss", "best-by"),
+        ("--precision fp16", "precision"),
+        ("--dry-run --nproc 4 --shard 3", "3 ranks, but this run has 4: --shard 4 would do"),
+    ],
+)
+def test_options_that_cannot_work(pool: Pool, tmp_path: Path, options: str, says: str) -> None:
+    given = [*options.split(), "--output-dir", tmp_path / "run"]
+    if "--nproc" not in options:
+        given += ["--nproc", "1"]
+    assert_refused(pool, says, *given, name="fsdp")
+
+
+def test_bytes_that_are_no_text_are_named(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("abc" * 1000)
+    (tmp_path / "texts" / "b.bin").write_bytes(b"\xff\xfe")
+    given = ["--nproc", "1", "--data", "text", "--data-path", tmp_path / "texts"]
+    folder = ["--output-dir", tmp_path / "run"]
+    assert_refused(pool, r"b\.bin is not a readable UTF-8 text", *given, *folder, name="fsdp")
+
+
+def test_sample_refuses_what_is_no_run_of_fsdp(pool: Pool, tmp_path: Path) -> None:
+    for content, says in ((None, "has no config.json"), ('{"recipe": "x"}', "is a run of x")):
+        if content:
+            (tmp_path / "config.json").write_text(content)
+            (tmp_path / "model.pt").touch()
+        status, _, said = command(pool, "tools.sample", tmp_path)
+        assert (status, said.count("error:")) == (2, 1)
+        assert says in said
+    status, _, said = command(pool, "tools.sample", tmp_path, "--temperature", "0")
+    assert status == 2
+    assert "--temperature above 0" in said

@@ -85,7 +85,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(samples, time, width) to the same shape."""
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self.compute, x, use_reentrant=False)  # type: ignore[no-any-return]
+            return checkpoint(self.compute, x, use_reentrant=False)
         return self.compute(x)
 
     def compute(self, x: Tensor) -> Tensor:

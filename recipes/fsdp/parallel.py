@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     parallelize_module,
 )
@@ -25,6 +26,12 @@ from common.options import free
 from common.seeds import mix
 from common.shards import holds_first, local_part
 from recipes.fsdp.model import Transformer
+
+TENSOR_PARALLEL = {
+    **dict.fromkeys(("attention.query", "attention.key", "attention.value", "up"), 0),
+    **dict.fromkeys(("attention.out", "down"), 1),
+}
+"""The matrices of a block that are divided, and the dimension: outputs, then inputs."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,8 @@ class ParallelOptions:
     --no-reshard-after-forward keeps them: fewer bytes are sent, more memory is used (ZeRO-2)."""
     recompute: bool = free(False)
     """Keep only the input of each block, and compute the block again in the backward pass."""
+    dry_run: bool = free(False)
+    """Only say how many bytes each rank would hold, here and on 8, 64 and 512 ranks."""
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
@@ -90,13 +99,9 @@ def parallelise(
     tensor = mesh["tensor"]
     for block in model.blocks:
         if tensor.size() > 1:  # columns, then rows: one all-reduce after each pair of matrices
-            columns = ("attention.query", "attention.key", "attention.value", "up")
-            plan = {name: ColwiseParallel() for name in columns}
-            parallelize_module(
-                block,
-                tensor,
-                plan | {"attention.out": RowwiseParallel(), "down": RowwiseParallel()},
-            )
+            styles: tuple[ParallelStyle, ...] = ColwiseParallel(), RowwiseParallel()
+            plan = {name: styles[dim] for name, dim in TENSOR_PARALLEL.items()}
+            parallelize_module(block, tensor, plan)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     data = mesh["replica", "shard"] if mesh["replica"].size() > 1 else mesh["shard"]
     for block in model.blocks:  # one group of parameters per block, gathered while it computes

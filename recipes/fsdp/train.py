@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 if not __package__:  # started as a file: the repository is not on the path yet
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -34,6 +34,7 @@ from torch.nn.functional import cross_entropy
 from common import cli
 from common.data.loaders import make_loaders
 from common.data.stream import eval_batch_size
+from common.errors import STATUS_FINISHED, InputError
 from common.group.devices import choose_device
 from common.group.process_group import process_group
 from common.launch.process import end_process
@@ -84,6 +85,8 @@ class AdamWOptions(ScheduleOptions):
     clip_grad_norm: float = 1.0
     """Largest norm of all gradients together; larger gradients are scaled down to it."""
 
+    default_batch_size: ClassVar[int] = 32
+
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
         super().__post_init__()
@@ -100,7 +103,7 @@ class Config:
     text: TextOptions = field(default_factory=TextOptions)
     model: TransformerOptions = field(default_factory=TransformerOptions)
     optimizer: AdamWOptions = field(
-        default_factory=partial(AdamWOptions, epochs=2, lr=3e-3, warmup_epochs=0.1)
+        default_factory=partial(AdamWOptions, epochs=8, lr=3e-3, warmup_epochs=0.1)
     )
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
@@ -194,8 +197,24 @@ def train(config: Config, ranks: Ranks) -> None:
         loop.finish(loop.whole_model(), bigram_bits_per_character=text.bigram_bits)
 
 
+def dry_run(arguments: Sequence[str]) -> int:
+    """Print how many bytes each rank would hold; start nothing."""
+    from recipes.fsdp.memory import table  # imports much of torch
+
+    try:
+        options, config = cli.parse(NAME, Config, arguments)
+        device = choose_device(config.run.device, Ranks())
+        print(table(config, options.nnodes * options.processes, device))
+    except InputError as error:
+        return cli.refuse(error)
+    return STATUS_FINISHED
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from a command line; returns the exit status."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if "--dry-run" in given:
+        return dry_run(given)
     return cli.run(NAME, Config, train, arguments)
 
 
