@@ -2,6 +2,9 @@
 
 import contextlib
 import io
+import multiprocessing
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -12,12 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import cross_entropy
 
 from common.errors import InputError
 from common.files import weights_sha256
 from common.launch.ranks import Ranks
-from common.shards import fill, take_apart
+from common.run import snapshot_files
+from common.run.snapshot import TrainingState
+from common.shards import Shards, fill, take_apart, whole
 from recipes.fsdp import memory, parallel, text
 from recipes.fsdp.model import Transformer, TransformerOptions
 from recipes.fsdp.train import Config, train
@@ -281,6 +288,122 @@ def test_an_unsound_shard_is_named_and_the_snapshot_before_is_taken(
         fsdp(pool, tmp_path / "run", book, sizes, optimizer={"max_steps": 8})
 
 
+class Rows:
+    """A state of one tensor, divided between the ranks; its values tell the step and the rank."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh, self.step = mesh["shard"], 0
+
+    def state_dict(self) -> dict[str, Any]:
+        local = torch.full((3, 400), 10.0 * self.step + self.mesh.get_local_rank())
+        return {"weight": DTensor.from_local(local, self.mesh, [Shard(0)])}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        pass
+
+
+class Mortal:
+    """A file whose writer may die between any two halves of what it writes."""
+
+    def __init__(self, file: Any, event: Callable[[], None]) -> None:
+        self.file, self.event = file, event
+
+    def write(self, data: Any) -> int:
+        for half in (bytes(data)[: len(data) // 2], bytes(data)[len(data) // 2 :]):
+            self.event()
+            self.file.write(half)
+            self.file.flush()
+        return len(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def __enter__(self) -> "Mortal":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.file.close()
+
+
+def die_at(point: int, events: Any) -> None:
+    """Let this process die at one of the events of writing files; `events` counts them."""
+
+    def event() -> None:
+        events.value += 1
+        if events.value == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            event()
+            result = function(*args)
+            event()
+            return result
+
+        return call
+
+    opened = Path.open
+    Path.open = lambda path, *how: Mortal(opened(path, *how), event)  # type: ignore
+    Path.rename = around(Path.rename)  # type: ignore[method-assign]
+    os.fsync = around(os.fsync)
+
+
+def write_two(rank: int, folder: Path, victim: int, point: int, events: Any) -> None:
+    """Write the snapshots of steps 1 and 2 as one of two ranks; the victim dies in the second."""
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    mesh = parallel.make_mesh(CPU, (1, 2, 1))
+    rows = Rows(mesh)
+    state = TrainingState({"model": rows}, torch.zeros(1), mesh)
+    for state.step in (1, 2):
+        rows.step = state.step
+        if (rank, state.step) == (victim, 2):
+            die_at(point, events)
+        state.save(folder / "snapshots", {}, keep=3)
+        state.wait()
+    os._exit(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_at_any_point_of_a_write_spoils_nothing(tmp_path: Path, victim: int) -> None:
+    """Between the first byte of a shard and the rename of the file that names the shards."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.test_fsdp"])
+    seen, rounds = set(), 0
+    for point in range(1, 200):
+        folder, events = tmp_path / str(point), context.Value("i", 0)
+        folder.mkdir()
+        pair = [
+            context.Process(target=write_two, args=(rank, folder, victim, point, events))
+            for rank in range(2)
+        ]
+        for process in pair:
+            process.start()
+        pair[victim].join(60)
+        ended = pair[victim].exitcode
+        for process in pair:
+            process.kill()
+            process.join()
+        found = in_group(
+            Ranks(), lambda _, at=folder: snapshot_files.find("auto", at / "snapshots", {})
+        )
+        expected = torch.tensor(
+            [[10.0 * found["step"] + rank] * 400 for rank in (0, 0, 0, 1, 1, 1)]
+        )
+        (weight,) = whole(
+            "['model']", {"weight": expected}, Shards(found["shards"]), folder
+        ).values()
+        assert torch.equal(weight, expected), f"point {point}"
+        seen.add(found["step"])
+        rounds += 1
+        if ended == 0:
+            break
+        assert ended == -signal.SIGKILL
+    assert seen == {1, 2}
+    assert rounds > 20
+
+
 # Memory
 
 
@@ -383,7 +506,7 @@ def test_a_dry_run_starts_nothing_and_counts_larger_meshes(pool: Pool, tmp_path:
     ],
 )
 def test_options_that_cannot_work(pool: Pool, tmp_path: Path, options: str, says: str) -> None:
-    given = [*options.split(), "--output-dir", tmp_path / "run"]
+    given: list[str | Path] = [*options.split(), "--output-dir", tmp_path / "run"]
     if "--nproc" not in options:
         given += ["--nproc", "1"]
     assert_refused(pool, says, *given, name="fsdp")
@@ -393,9 +516,14 @@ def test_bytes_that_are_no_text_are_named(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("abc" * 1000)
     (tmp_path / "texts" / "b.bin").write_bytes(b"\xff\xfe")
-    given = ["--nproc", "1", "--data", "text", "--data-path", tmp_path / "texts"]
-    folder = ["--output-dir", tmp_path / "run"]
-    assert_refused(pool, r"b\.bin is not a readable UTF-8 text", *given, *folder, name="fsdp")
+    folders: list[str | Path] = [
+        "--data-path",
+        tmp_path / "texts",
+        "--output-dir",
+        tmp_path / "run",
+    ]
+    given: list[str | Path] = ["--nproc", "1", "--data", "text", *folders]
+    assert_refused(pool, r"b\.bin is not a readable UTF-8 text", *given, name="fsdp")
 
 
 def test_sample_refuses_what_is_no_run_of_fsdp(pool: Pool, tmp_path: Path) -> None:

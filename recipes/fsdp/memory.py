@@ -90,7 +90,8 @@ def table(config: Any, world_size: int, device: torch.device) -> str:
     Raises:
         InputError: the mesh does not fit `world_size`.
     """
-    options, precision = config.parallel, config.run.precision
+    options: ParallelOptions = config.parallel
+    precision = config.run.precision
     dtype = torch.float64 if precision == "fp64" else torch.float32
     bf16 = precision == "bf16" or (precision, device.type) == ("auto", "cuda")
     sizes, context = options.sizes(world_size), config.text.context
@@ -114,12 +115,12 @@ def table(config: Any, world_size: int, device: torch.device) -> str:
 def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> Bytes:
     """Bytes of this rank's own parts of the weights, the gradients and the optimizer's moments."""
     weights = list(model.parameters())
-    gradients = [p.grad for p in weights if p.grad is not None]
-    moments = [m for p in weights for m in optimizer.state[p].values() if m.ndim]
-    return {
-        kind: sum(local_part(tensor)[0].nbytes for tensor in tensors)
-        for kind, tensors in zip(KINDS, (weights, gradients, moments), strict=False)
+    tensors: dict[str, list[Tensor]] = {
+        "parameters": [*weights],
+        "gradients": [p.grad for p in weights if p.grad is not None],
+        "optimizer": [m for p in weights for m in optimizer.state[p].values() if m.ndim],
     }
+    return {kind: sum(local_part(t)[0].nbytes for t in of) for kind, of in tensors.items()}
 
 
 def _saved(parameters: Iterable[Tensor], forward: Callable[[], Tensor]) -> int:

@@ -49,6 +49,7 @@ from common.seeds import seed_everything, set_determinism
 from common.terminal import set_up_logs
 from common.training.evaluate import evaluate
 from common.training.optimizer import ScheduleOptions, set_lr
+from recipes.fsdp.memory import table
 from recipes.fsdp.model import Transformer, TransformerOptions
 from recipes.fsdp.parallel import (
     ParallelOptions,
@@ -199,8 +200,6 @@ def train(config: Config, ranks: Ranks) -> None:
 
 def dry_run(arguments: Sequence[str]) -> int:
     """Print how many bytes each rank would hold; start nothing."""
-    from recipes.fsdp.memory import table  # imports much of torch
-
     try:
         options, config = cli.parse(NAME, Config, arguments)
         device = choose_device(config.run.device, Ranks())
