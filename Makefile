@@ -1,5 +1,5 @@
 # Launches things; knows nothing else. `make` lists the targets and these variables:
-#: RECIPE=NAME             the recipe (run, image-run, bench); without it, make run lists all recipes
+#: RECIPE=NAME             the recipe (run, new, image-run, bench); without it, make run lists all recipes
 #: ARGS="..."              more options for the program that the target starts; ARGS=--help lists them
 #: NPROC=N                 processes on this machine (run, image-run, doctor)
 #: NNODES= NODE_RANK= MASTER_ADDR= MASTER_PORT=    several hosts (run, image-run): docs/several-hosts.md
@@ -38,7 +38,7 @@ LAUNCH = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) \
 	$(if $(MASTER_PORT),--master-port $(MASTER_PORT))
 
 .DEFAULT_GOAL := help
-.PHONY: run reproduce doctor tensorboard diff-ddp check format test test-slow faults soak \
+.PHONY: run new reproduce doctor tensorboard diff-ddp check format test test-slow faults soak \
 	gpu-check bench bench-peers image image-run image-test image-repro slurm-check test-slurm \
 	venv lock audit clean help venv-dev venv-peers
 
@@ -47,6 +47,14 @@ LAUNCH = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) \
 run: $(INSTALLED) ## Train: make run RECIPE=ddp_launch [NPROC=2] [ARGS="--epochs 3"]
 	@$(if $(RECIPE),$(PYTHON) -m recipes $(RECIPE) $(LAUNCH) $(ARGS), \
 		$(PYTHON) -m recipes; echo "error: no recipe given: make run RECIPE=NAME" >&2; exit 2)
+
+new: ## Begin a recipe of your own, as a copy of ddp_launch: make new RECIPE=NAME (docs/bring-your-own.md)
+	@expr "$(RECIPE)" : '[a-z][a-z0-9_]*$$' >/dev/null || \
+		{ echo "error: RECIPE=$(RECIPE) is no name: give small letters, digits and _" >&2; exit 2; }
+	@mkdir recipes/$(RECIPE) 2>/dev/null || { echo "error: recipes/$(RECIPE) exists: give another RECIPE" >&2; exit 2; }
+	@for file in __init__ train; do \
+		sed 's/ddp_launch/$(RECIPE)/g' recipes/ddp_launch/$$file.py >recipes/$(RECIPE)/$$file.py; done
+	@echo "recipes/$(RECIPE)/train.py is yours to change: docs/bring-your-own.md shows how"
 
 reproduce: $(INSTALLED) ## Repeat a recorded run and compare the bits: make reproduce RUN=runs/ddp_launch/...
 	@$(PYTHON) -m recipes reproduce $(RUN) $(if $(AGAINST),--against $(AGAINST)) $(ARGS)

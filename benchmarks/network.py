@@ -22,7 +22,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from benchmarks.turns import Case, Way, run_both
 from common.data.datasets import DataOptions
 from common.figure import save_figure
-from common.launch.ranks import Ranks
 from common.terminal import progress_bar
 from common.training.ddp import average_in_bf16
 from common.training.models import ModelOptions, build_model
@@ -137,7 +136,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
     runs: dict[str, dict[str, Any]] = {name: {} for name in CASES}
     pairs = [(name, link) for name, links in TRIED.items() for link in links]
     total = len(pairs) + len(LOSSES)
-    with two_hosts() as hosts, progress_bar(total, 0, Ranks(), unit="run") as bar:
+    with two_hosts() as hosts, progress_bar(total, unit="run") as bar:
         for name, link in pairs:
             limit(hosts, LINKS[link])
             runs[name][link] = run_both(

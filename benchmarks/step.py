@@ -11,7 +11,6 @@ from benchmarks.turns import Case, Way, run_both
 from common.data.datasets import DataOptions
 from common.figure import save_figure
 from common.files import read_metrics
-from common.launch.ranks import Ranks
 from common.terminal import progress_bar
 from common.training.models import ModelOptions
 from tools.comparison import spread
@@ -66,7 +65,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
     """Steps with every option, and one whole run with each."""
     runs: dict[str, Any] = {}
     whole: dict[str, Any] = {model: {} for model in CASES}
-    with progress_bar(len(CASES) * (1 + len(WAYS)), 0, Ranks(), unit="run") as bar:
+    with progress_bar(len(CASES) * (1 + len(WAYS)), unit="run") as bar:
         for model in CASES:
             for number, name in enumerate(WAYS):
                 whole[model][name] = run_whole(model, name, folder / f"{model} {number}")

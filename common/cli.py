@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, make_dataclass
 from importlib import import_module
 from itertools import pairwise
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from common.errors import STATUS_FINISHED, InputError
 from common.launch.hints import hint
@@ -188,12 +188,12 @@ def parse(name: str, config_class: type[C], arguments: Sequence[str]) -> tuple[L
     Raises:
         InputError: unknown options, wrong values or combinations.
     """
-    groups = [(f.name, f.type, f) for f in fields(config_class)]  # type: ignore[arg-type]
+    kinds = get_type_hints(config_class)
+    groups = [(f.name, kinds[f.name], f) for f in fields(config_class)]  # type: ignore[arg-type]
     launch_group = ("launch", LaunchOptions, LaunchOptions())
-    both = make_dataclass("Options", [launch_group, *groups], frozen=True)
+    both = make_dataclass("Options", [launch_group, *groups], frozen=True, kw_only=True)
     both.__doc__ = " "
-    kinds: list[Any] = [LaunchOptions, *(f.type for f in fields(config_class))]  # type: ignore[arg-type]
-    names = [option.name for kind in kinds for option in fields(kind)]
+    names = [option.name for kind in (LaunchOptions, *kinds.values()) for option in fields(kind)]
     with _input_errors([f"--{name.replace('_', '-')}" for name in names]):
         if {"-h", "--help"} & set(arguments):  # tyro would join the lines of each paragraph
             print(sys.modules[config_class.__module__].__doc__)

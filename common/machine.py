@@ -10,44 +10,43 @@ from typing import Any
 
 import torch
 
-from common import ROOT
+from common.git import changed_files, git
 from common.stack import running_versions
 
 
 def describe_machine() -> dict[str, Any]:
     """This machine, the code and the libraries, to be recorded with every measurement."""
-    git = ("git", "-C", str(ROOT))
-    commit, diff = _output(*git, "rev-parse", "HEAD"), _output(*git, "diff", "HEAD")
+    commit, changed = git("rev-parse", "HEAD"), changed_files()
     lock = Path(sys.prefix) / "lock.txt"  # the Makefile puts the lock of the environment there
     cuda = torch.cuda.is_available()
     smi = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    drivers = _output(*smi) if cuda else None
+    drivers = _output(*smi) if cuda else ""
     built_from = os.environ.get("RECIPES_COMMIT", "")  # in an image: sha, or sha-dirty
-    sha = commit.decode().strip() if commit else built_from.removesuffix("-dirty") or None
-    dirty = bool(diff) if commit else built_from.endswith("-dirty")
+    sha = commit.strip() or built_from.removesuffix("-dirty") or None
+    dirty = bool(changed) if commit else built_from.endswith("-dirty")
     return {
         "git_commit": sha,
         "git_dirty": dirty if sha else None,
-        "git_diff_sha256": hashlib.sha256(diff).hexdigest() if diff else None,
+        "changed_files": changed,
         "lock_sha256": hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else None,
         "image_digest": os.environ.get("RECIPES_IMAGE_DIGEST"),
         "stack": os.environ.get("RECIPES_STACK"),
         "python": platform.python_version(),
         **running_versions(),
         "torch": torch.__version__,
-        "driver": drivers.decode().partition("\n")[0] if drivers else None,
+        "driver": drivers.partition("\n")[0] if drivers else None,
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "cpu": _cpu_model(),
         "cpu_cores": len(os.sched_getaffinity(0)),
     }
 
 
-def _output(*command: str) -> bytes | None:
-    """What a program prints, as bytes: a diff may be no text. None if it fails."""
+def _output(*command: str) -> str:
+    """What a program prints; nothing if it fails."""
     try:
-        return subprocess.run(command, capture_output=True, timeout=20, check=True).stdout
+        return subprocess.run(command, capture_output=True, timeout=20, check=True).stdout.decode()
     except (OSError, subprocess.SubprocessError):
-        return None
+        return ""
 
 
 def _cpu_model() -> str:

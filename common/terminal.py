@@ -27,14 +27,14 @@ def set_up_logs(ranks: Ranks) -> None:
 
 def progress_bar(
     total: int | None,
-    initial: int,
-    ranks: Ranks,
+    initial: int = 0,
+    *,
+    main: bool = True,
     unit: str = "step",
     desc: str | None = None,
-    *,
     keep: bool = True,
 ) -> "tqdm[Any]":
-    """A bar on rank 0's stderr; if stderr is not a terminal, a line twice a minute.
+    """A bar on rank 0's stderr (`main`); if stderr is not a terminal, a line twice a minute.
 
     Without `keep` it disappears at its end, and is not shown if that comes before the first line.
     """
@@ -50,7 +50,7 @@ def progress_bar(
         mininterval=every_s,
         ncols=shutil.get_terminal_size().columns if on_terminal else None,
         file=_Bars(sys.stderr),
-        disable=not ranks.is_main,
+        disable=not main,
     )
 
 

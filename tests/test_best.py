@@ -133,6 +133,18 @@ def test_clipped_gradients_are_the_same_on_one_and_three_ranks(pool: Pool, tmp_p
     assert unclipped != pytest.approx(one, rel=1e-3)
 
 
+def test_gradients_are_clipped_without_the_loss_scalers_factor(pool: Pool, tmp_path: Path) -> None:
+    """With the factor in it, every norm would be far above the limit."""
+    losses = {}
+    for precision in ("fp32", "fp16"):
+        run: dict[str, Any] = {"precision": precision, "log_every": 1}
+        optimizer: dict[str, Any] = {"epochs": 1, "clip_grad_norm": 1.0}
+        folder = tmp_path / precision
+        losses[precision] = training(pool, 1, folder, run=run, optimizer=optimizer).losses
+    assert losses["fp16"] == pytest.approx(losses["fp32"], rel=1e-2)
+    assert losses["fp32"][14] < 0.99 * losses["fp32"][1], "it learns"
+
+
 def train_stages(
     ranks: Ranks, folder: Path, schedule: Literal["split", "gpipe"], clip_grad_norm: float
 ) -> None:

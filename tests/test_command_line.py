@@ -16,8 +16,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.files import weights_sha256
+from common.git import without_secrets
 from common.group.host import usable_cores
-from common.run.manifest import without_secrets
 from tests.conftest import ROOT, Recipe, Result, need, need_root, wait_for
 from tests.test_data import flowers, photo
 

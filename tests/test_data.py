@@ -89,7 +89,7 @@ def test_a_batch_in_memory_is_its_samples_each_shifted_by_its_own_key() -> None:
         alone, its_label = data.train[key]
         assert torch.equal(alone, image)
         assert its_label == label
-        whole = data.train.source.images[data.train.indices[key[1]]]
+        whole = data.train.source[0][data.train.indices[key[1]]]
         padded = nn.functional.pad(whole, [2] * 4, value=float(whole.min()))
         (place,) = (
             (down, right)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.launch.ranks import Ranks
 from common.terminal import progress_bar
 from tools.fresh import run_fresh
 
@@ -43,7 +42,7 @@ def in_turn(
     `measure` gets the name of a variant and the number of the round.
     """
     found: dict[str, list[T]] = {name: [] for name in variants}
-    with progress_bar(rounds * len(variants), 0, Ranks(), unit="run") as bar:
+    with progress_bar(rounds * len(variants), unit="run") as bar:
         for number in range(rounds):
             for name in variants:
                 bar.set_postfix_str(name, refresh=False)

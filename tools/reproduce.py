@@ -29,6 +29,7 @@ from typing import Any
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
 from common.figure import save_figure
 from common.files import read_metrics, result_folder, write_json
+from common.git import git
 from common.launch.process import end_with_parent
 from common.launch.start import LaunchOptions
 from common.machine import describe_machine
@@ -114,14 +115,14 @@ def deciding(run: Recorded) -> dict[str, Any]:
     }
 
 
-def environment(run: Recorded) -> dict[str, Any]:
-    """The run's manifest without what options set, each dict in it entry by entry."""
+def environment(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest without what options set, each dict in it entry by entry."""
     flat: dict[str, Any] = {}
-    for name, value in run.manifest.items():
+    for name, value in manifest.items():
         inner = value if isinstance(value, dict) else {"": value}
         flat |= {f"{name}.{key}" if key else name: entry for key, entry in inner.items()}
-    apart = ("command", "seed", "determinism.cpu_threads")
-    return {name: value for name, value in flat.items() if name not in apart}
+    apart = ("command", "seed", "determinism.cpu_threads", "start.")
+    return {name: value for name, value in flat.items() if not name.startswith(apart)}
 
 
 def compare(one: Recorded, two: Recorded, tolerance: float) -> dict[str, Any]:
@@ -168,7 +169,7 @@ def compare(one: Recorded, two: Recorded, tolerance: float) -> dict[str, Any]:
         "largest_relative_difference": apart[worst],
         "tolerance": tolerance,
         "options": options,
-        "environment": differences(environment(one), environment(two)),
+        "environment": differences(environment(one.manifest), environment(two.manifest)),
     }
 
 
@@ -179,7 +180,9 @@ def _relative(a: float, b: float) -> float:
 def causes(result: dict[str, Any]) -> str:
     """What differs between the records, the likeliest cause first."""
     both = {**result["options"], **result["environment"]}
-    first = ["data_fingerprint", *result["options"], "world_size", "torch", "gpus", "cpu", "cuda"]
+    files = [name for name in result["environment"] if name.startswith("changed_files.")]
+    first = ["data_fingerprint", *result["options"], "world_size", *files, "git_commit"]
+    first += ["torch", "gpus", "cpu", "cuda"]
     order = [name for name in dict.fromkeys([*first, *both]) if name in both]
     if not order:
         return (
@@ -187,6 +190,9 @@ def causes(result: dict[str, Any]) -> str:
             "deterministic (--no-deterministic?), or something outside the manifest"
         )
     shown = [f"{name} ({_word(both[name][0])}, now {_word(both[name][1])})" for name in order[:4]]
+    if "git_commit" in both:
+        names = git("diff", "--name-only", *map(str, both["git_commit"])).split()
+        shown += [f"between the commits {', '.join(names[:8])}"] if names else []
     why = f"likely cause: {', then '.join(shown)}"
     if order[0] == "world_size":
         why += (
@@ -232,7 +238,7 @@ def reproduce(given: argparse.Namespace) -> int:
         now = describe_machine()
         recorded = {name: one.manifest.get(name) for name in now}
         recorded["gpu"] = next(iter(one.manifest["gpus"]), None)
-        for name, (then, here) in differences(recorded, now).items():
+        for name, (then, here) in differences(environment(recorded), environment(now)).items():
             print(f"  {name}: {_word(then)} in the record, {_word(here)} now")
         launched = import_module(f"recipes.{one.summary['recipe']}").LAUNCHED
         arguments = command_again(one, launched, given.nproc, folder / "run")

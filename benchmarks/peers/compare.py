@@ -19,7 +19,6 @@ from common.errors import InputError, TrainingError
 from common.figure import save_figure
 from common.files import mebibytes
 from common.launch.process import end_with_parent
-from common.launch.ranks import Ranks
 from common.terminal import progress_bar
 from tools.command import Parser
 from tools.comparison import median, spread
@@ -139,7 +138,7 @@ def measure(options: Sequence[str], folder: Path, rounds: int) -> dict[str, Any]
     }
     cases = [(name, n) for n in given.processes for name in names]
     save = snapshot_step(given.steps, STEPS_PER_EPOCH)
-    with progress_bar(rounds * len(cases), 0, Ranks(), unit="run") as bar:
+    with progress_bar(rounds * len(cases), unit="run") as bar:
         for number in range(rounds):
             for place in np.random.default_rng(number).permutation(len(cases)):
                 name, n = cases[place]

@@ -48,7 +48,8 @@ class Digits(Dataset[tuple[Tensor, int]]):
     """A plain data set: the recipe's images and augmentation, torch's own random numbers."""
 
     def __init__(self, samples: ArraySamples) -> None:
-        self.source, self.indices = samples.source, samples.indices
+        self.images, self.labels = samples.source
+        self.indices = samples.indices
         self.augmented = samples.shift
 
     def __len__(self) -> int:
@@ -59,10 +60,10 @@ class Digits(Dataset[tuple[Tensor, int]]):
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
         places = [self.indices[index] for index in indices]
-        images = self.source.images[places]
+        images = self.images[places]
         if self.augmented:
             images = shifted(images, torch.randint(2**62, (len(places),)).numpy().astype("u8"))
-        return list(zip(images, self.source.labels[places].tolist(), strict=True))
+        return list(zip(images, self.labels[places].tolist(), strict=True))
 
 
 def parse() -> Task:

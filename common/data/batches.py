@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 
 class DeviceBatches:
@@ -20,9 +20,8 @@ class DeviceBatches:
         device: where the batches go. On a GPU, the next batch is copied and normalised on a second
             stream while the current one is used.
         dtype: of floating-point numbers for the model; integers stay as they are.
-        mean: mean of each channel in the training images; 0 to 1. If it is given, bytes (uint8) are
-            images (..., channels, height, width).
-        std: standard deviation of each channel; 0 to 1.
+        mean, std: mean and standard deviation of each channel in the training images; 0 to 1. With
+            them, bytes (uint8) are images (..., channels, height, width).
     """
 
     def __init__(
@@ -75,7 +74,6 @@ class DeviceBatches:
         """The batch, for use on the stream that trains: that stream waits for the copy."""
         training = torch.cuda.current_stream(self.device)
         training.wait_event(arrived)
-        for leaf in tree_leaves(batch):
-            if isinstance(leaf, Tensor):
-                leaf.record_stream(training)  # or the memory could be reused while it is read
+        # Or the memory could be reused while it is still read.
+        tree_map_only(Tensor, lambda tensor: tensor.record_stream(training), batch)
         return batch

@@ -49,11 +49,6 @@ class LoaderOptions:
         if isinstance(self.num_workers, int) and self.num_workers < 0:
             raise ValueError(f"--num-workers must be 0 or more, got {self.num_workers}")
 
-    @property
-    def slow(self) -> bool:
-        """Whether loading is slow enough for one process per CPU core by default."""
-        return False
-
 
 @dataclass(frozen=True)
 class DataOptions(LoaderOptions):
@@ -81,11 +76,6 @@ class DataOptions(LoaderOptions):
         if self.image_size is not None and self.image_size < 4:
             raise ValueError(f"--image-size must be at least 4 px, got {self.image_size}")
 
-    @property
-    def slow(self) -> bool:
-        """Photos are decoded; all other data sets are in memory."""
-        return self.data == "imagefolder"
-
 
 @dataclass(frozen=True)
 class Data:
@@ -98,13 +88,11 @@ class Data:
     files' relative paths and sizes."""
     class_names: Sequence[str] = ()
     channels: int = 0
-    """Channels of an image: 1 or 3."""
     side: int = 0
-    """Side of an image [px]."""
+    """Of an image: 1 or 3 channels; the side [px]."""
     mean: Sequence[float] = ()
-    """Mean of each channel, for images that are bytes (`common.data.batches`); 0 to 1."""
     std: Sequence[float] = ()
-    """Standard deviation of each channel; 0 to 1."""
+    """Of each channel, for images that are bytes (`common.data.batches`); 0 to 1."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -152,7 +140,7 @@ def digits_data(options: DataOptions, seed: int) -> Data:
         size = (options.image_size, options.image_size)
         images = torch.nn.functional.interpolate(images, size=size, mode="bilinear")
     order = np.random.Generator(np.random.PCG64(mix(seed))).permutation(len(images)).tolist()
-    return _in_memory(Arrays(images, labels), order, seed)
+    return _in_memory(images, torch.from_numpy(labels), order, seed)
 
 
 def read_digits() -> tuple[Any, Any]:
@@ -177,44 +165,35 @@ def fake_data(options: DataOptions, seed: int) -> Data:
     patterns = torch.randn(10, 3, size, size, generator=generator)
     labels = torch.arange(count) % 10
     images = patterns[labels] + 2 * torch.randn(count, 3, size, size, generator=generator)
-    return _in_memory(Arrays(images, labels), range(count), seed)
+    return _in_memory(images, labels, range(count), seed)
 
 
-def _in_memory(arrays: "Arrays", order: Sequence[int], seed: int) -> Data:
+def _in_memory(images: Tensor, labels: Tensor, order: Sequence[int], seed: int) -> Data:
     """Ten classes; the first 80 % in `order` are for training, the others for validation."""
     cut = len(order) * 4 // 5
-    train = ArraySamples(arrays, order[:cut], seed, shift=True)
-    val = ArraySamples(arrays, order[cut:], seed)
-    channels, side, _ = arrays.images[0].shape
-    return Data(train, val, arrays.digest(), [str(n) for n in range(10)], channels, side)
-
-
-class Arrays:
-    """Images (count, channels, height, width) or other inputs, and their labels, in memory."""
-
-    def __init__(self, images: Tensor, labels: Any) -> None:
-        self.images, self.labels = images, torch.as_tensor(labels)
-
-    def digest(self) -> str:
-        """SHA-256 over all images and labels."""
-        both = self.images.numpy().tobytes() + self.labels.numpy().tobytes()
-        return hashlib.sha256(both).hexdigest()
+    train = ArraySamples([images, labels], order[:cut], seed, shift=True)
+    val = ArraySamples([images, labels], order[cut:], seed)
+    channels, side, _ = images[0].shape
+    return Data(train, val, train.digest(), [str(n) for n in range(10)], channels, side)
 
 
 class ArraySamples(Samples):
-    """Samples of `Arrays`, read a batch at a time; with `shift`, `shifted` moves each image."""
+    """Samples of a list of tensors, read a batch at a time; `shift` moves the first's images."""
 
     def __init__(
-        self, source: Arrays, indices: Sequence[int], seed: int, *, shift: bool = False
+        self, source: list[Tensor], indices: Sequence[int], seed: int, *, shift: bool = False
     ) -> None:
         super().__init__(source, indices, seed)
         self.shift = shift
 
     def __getitems__(self, keys: Sequence[Key]) -> list[Tensor]:
-        """Images and classes of a batch of one epoch."""
-        places = [self.indices[index] for _, index in keys]
-        images, labels = self.source.images[places], self.source.labels[places]
-        return [shifted(images, self.seeds_of(keys)) if self.shift else images, labels]
+        """A part of each tensor."""
+        inputs, *more = (part[[self.indices[index] for _, index in keys]] for part in self.source)
+        return [shifted(inputs, self.seeds_of(keys)) if self.shift else inputs, *more]
+
+    def digest(self) -> str:
+        """SHA-256 over all tensors."""
+        return hashlib.sha256(b"".join(p.numpy().tobytes() for p in self.source)).hexdigest()
 
 
 def shifted(images: Tensor, draws: NDArray[np.uint64]) -> Tensor:
@@ -255,9 +234,8 @@ def torchvision_data(options: DataOptions, seed: int) -> Data:
     digest = hashlib.sha256()
     for part in (train, val):
         digest.update(np.asarray(part.data).tobytes() + np.asarray(part.targets).tobytes())
-    training, validation = (Samples(part, range(len(part)), seed) for part in (train, val))
-    fingerprint, names = digest.hexdigest(), list(train.classes)
-    return Data(training, validation, fingerprint, names, len(mean), side, mean, std)
+    train, val = (Samples(part, range(len(part)), seed) for part in (train, val))
+    return Data(train, val, digest.hexdigest(), train.source.classes, len(mean), side, mean, std)
 
 
 def _torchvision_part(options: DataOptions, **more: Any) -> Any:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -203,13 +204,12 @@ def _image_fault(path: Path) -> str | None:
     return None
 
 
+@dataclass
 class ImageFiles:
     """Images of (path, class) pairs: decoded to RGB, uint8 (3, height, width), and transformed."""
 
-    def __init__(
-        self, files: list[tuple[Path, int]], transform: Callable[[Tensor], Tensor]
-    ) -> None:
-        self.files, self.transform = files, transform
+    files: list[tuple[Path, int]]
+    transform: Callable[[Tensor], Tensor]
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, label = self.files[index]

@@ -30,8 +30,8 @@ class Samples(Dataset[Any]):
     """Samples of a map-style data set; their random augmentation is keyed by (seed, epoch, index).
 
     Args:
-        source: `source[index]` gives a sample. It may draw from Python's and NumPy's generators,
-            and from torch's CPU generator.
+        source: `source[index]` gives a sample, and may draw from Python's, NumPy's and torch's
+            generators.
         indices: the source's indices that belong to this split.
         seed: keys the augmentation.
         collate: makes a batch of a list of samples.
@@ -160,7 +160,7 @@ def make_loader(
     return DataLoader(
         samples,
         batch_sampler=batches,
-        collate_fn=_keep,
+        collate_fn=lambda batch: batch,  # Samples has made it
         persistent_workers=num_workers > 0,
         **loader_options(num_workers, pin_memory),
     )
@@ -183,10 +183,6 @@ def loader_options(num_workers: int, pin_memory: bool) -> dict[str, Any]:
         # because loading processes never use the GPU.
         "multiprocessing_context": "fork" if num_workers else None,
     }
-
-
-def _keep(batch: Any) -> Any:
-    return batch
 
 
 def _start_worker(_worker: int) -> None:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from common.data.datasets import LoaderOptions
+from common.data.image_folder import ImageFiles
 from common.data.stream import Samples
 from common.errors import InputError
 from common.files import mebibytes, read_json, write_json
@@ -71,7 +72,7 @@ def choose_num_workers(
         InputError: /dev/shm is too small for the number that the user gave.
     """
     asked = options.num_workers
-    if asked == 0 or (asked is None and not options.slow):
+    if asked == 0 or (asked is None and not isinstance(samples.source, ImageFiles)):
         return 0
     cores, ranks_here = cores_per_rank()
     with agreed():
@@ -149,9 +150,8 @@ def samples_per_s(
         iterator = iter(loader)  # drops the batches that were loaded ahead
         count, start_s = 0, time.perf_counter()
         for batch in iterator:
-            parts = [part for part in tree_leaves(batch) if isinstance(part, Tensor)]
-            moved = [part.to(device, non_blocking=True) for part in parts]
-            count += len(moved[0])
+            parts = (part for part in tree_leaves(batch) if isinstance(part, Tensor))
+            count += max(len(part.to(device, non_blocking=True)) for part in parts)
             if time.perf_counter() - start_s > limit_s:
                 break
         synchronize(device)

@@ -61,20 +61,15 @@ _TABLE = {
     r"does not have a deterministic implementation": (
         "choose another operation, or add --no-deterministic and give up the same bits"
     ),
-    r"invalid choice 'cuda:": (
-        "choose the GPU by its number in CUDA_VISIBLE_DEVICES, and give --device cuda"
-    ),
+    r"invalid choice 'cuda:": "give --device cuda, and the GPU's number in CUDA_VISIBLE_DEVICES",
     # How tutorials spell options.
-    r"options: --(batch[-_]?size|bs)\b": (
-        "here it is --global-batch-size (over all ranks) or --batch-size-per-rank"
-    ),
-    r"options: --(use[-_])?sync[-_]?bn": "here it is --sync-bn",
+    r"options: --(batch[-_]?size|bs)\b": "say --global-batch-size or --batch-size-per-rank",
+    r"options: --(use[-_])?sync[-_]?bn": "say --sync-bn",
     r"options: --(nproc[-_]per[-_]node|world[-_]?size|(num[-_])?gpus)\b": (
-        "here it is --nproc: processes on this host"
+        "say --nproc N for N processes on this host"
     ),
-    r"options: --(dist[-_]?url|init[-_]method|dist[-_]?backend)\b": (
-        "here they are --backend and, for several hosts, --nnodes, --node-rank, --master-addr and "
-        "--master-port"
+    r"options: --(dist[-_]?url|init[-_]method)\b": (
+        "say --nnodes, --node-rank, --master-addr and --master-port; one host needs none of them"
     ),
     r"'mpi'": "PyTorch's wheels are built without MPI; mpirun as a launcher works with gloo",
 }

@@ -24,6 +24,7 @@ from common.files import (
     weights_sha256,
     write_json,
 )
+from common.git import changes
 from common.group.collectives import agreed, broadcast
 from common.launch.ranks import Ranks
 from common.run.manifest import describe_run
@@ -41,7 +42,7 @@ log = logging.getLogger("recipes")
 
 _FILES = {
     *("config.json", "manifest.json", "metrics.jsonl", "summary.json", "class_indices.json"),
-    *("model.pt", "best.pt", "snapshots", "weights", "tensorboard", "logs"),
+    *("changes.diff", "model.pt", "best.pt", "snapshots", "weights", "tensorboard", "logs"),
 }
 """What a run writes into its folder, besides .lock."""
 
@@ -133,18 +134,15 @@ class Run:
                     summary = {}
         summary = broadcast(summary)
         if summary:
-            log.info(
-                f"already finished after step {summary['steps']}: {self.folder} is unchanged"
-                f"{self._to_train_further()}"
-            )
+            done = f"already finished after step {summary['steps']}: {self.folder} is unchanged"
+            log.info(done + self._to_train_further())
             self._show(summary)
         return bool(summary)
 
     def _to_train_further(self) -> str:
         model = self.folder / "model.pt"
-        if "weights" not in self._values or not model.exists():
-            return ""
-        return f"; to train its model further, give --weights {model} and another --output-dir"
+        how = f"; to train its model further, give --weights {model} and another --output-dir"
+        return how if "weights" in self._values and model.exists() else ""
 
     def begin(self, state: TrainingState, data: Data, global_batch_size: int) -> None:
         """Write config and manifest, and open the metrics, cut at the resumed step."""
@@ -179,6 +177,11 @@ class Run:
         except InputError:
             log.warning(f"{record} was damaged: it is written again, without earlier starts")
         write_json(record, _continued(manifest, then, step))
+        diff, kept = changes() if manifest["changed_files"] else "", self.folder / "changes.diff"
+        if step and kept.exists() and kept.read_text(encoding="utf-8") != diff:
+            kept.rename(self.folder / f"changes_until_step_{step}.diff")
+        if diff:
+            kept.write_text(diff, encoding="utf-8")
 
     def metrics(self, step: int, epoch: int, **values: float) -> None:
         """Add a line to metrics.jsonl and the scalars to TensorBoard, on rank 0."""

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from common.data.datasets import Data
 from common.data.stream import GlobalBatches
-from common.errors import StopRequested, TrainingError
+from common.errors import StopRequested
 from common.files import save_weights
 from common.group.collectives import gather_numbers
 from common.group.stop import StopAgreement
@@ -26,7 +26,7 @@ from common.run.snapshot import Stateful, TrainingState
 from common.seeds import seed_everything
 from common.terminal import log, progress_bar
 from common.throughput import Throughput, peak_memory_bytes
-from common.training.evaluate import Evaluation
+from common.training.evaluate import Evaluation, best_metric
 from common.training.optimizer import ScheduleOptions
 
 
@@ -55,9 +55,8 @@ class Loop:
         self.state = TrainingState(parts, loss_sum, mesh)
         total_steps = options.epochs * batches.steps_per_epoch
         self.last_step = min(options.max_steps or total_steps, total_steps)
-        self.log_every = run.options.log_every
-        if self.log_every > self.last_step:  # ten points make a curve
-            self.log_every = max(1, self.last_step // 10)
+        short = run.options.log_every > self.last_step  # ten points make a curve
+        self.log_every = max(1, self.last_step // 10) if short else run.options.log_every
         self._identity = run.identity(batches.global_batch_size, data.fingerprint)
 
     def resume(self) -> bool:
@@ -88,15 +87,9 @@ class Loop:
         self._stop, self._speed = StopAgreement(), Throughput(self.run.devices)
         if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is ignored
             signal.signal(signal.SIGINT, self._interrupt)
-        self._progress = progress_bar(self.last_step, self.state.step, self.run.ranks)
-        self._show_epoch()
+        self._progress = progress_bar(self.last_step, self.state.step, main=self.run.ranks.is_main)
         first, end = self.state.epoch, -(-self.last_step // self.batches.steps_per_epoch)
         return range(first, max(end, first + 1))  # perhaps only the last evaluation is missing
-
-    def _show_epoch(self) -> None:
-        epoch = f"epoch {self.state.epoch + 1}/{self.options.epochs}"
-        self._progress.set_description_str(epoch, refresh=False)
-        self._progress.set_postfix_str("", refresh=False)
 
     @property
     def steps_left(self) -> int:
@@ -129,6 +122,8 @@ class Loop:
         state.batch += 1
         state.step += 1
         self._speed.add(self.batches.global_batch_size)
+        epoch = f"epoch {state.epoch + 1}/{self.options.epochs}"
+        self._progress.set_description_str(epoch, refresh=False)
         self._progress.update()
         if state.step % self.log_every == 0:
             of_epoch = state.loss_sum / state.batch
@@ -174,15 +169,11 @@ class Loop:
         self._metrics |= {f"val_{name}": mean for name, mean in result.means.items()}
         run.metrics(state.step, state.epoch, **self._metrics)
         found = ", ".join(f"{name} {value:.4f}" for name, value in self._metrics.items())
-        log.info(f"epoch {state.epoch + 1}/{self.options.epochs}: {found}")
-        best_by = self._best_metric()
-        weights = state_dict() if best_by or run.options.epoch_weights else {}
-        if best_by:
-            state.best = {
-                "file": "best.pt",
-                "epochs": state.epoch + 1,
-                best_by: self._metrics[best_by],
-            }
+        epoch, by = state.epoch + 1, best_metric(run.options.best_by, self._metrics, state.best)
+        log.info(f"epoch {epoch}/{self.options.epochs}: {found}")
+        weights = state_dict() if by or run.options.epoch_weights else {}
+        if by:
+            state.best = {"file": "best.pt", "epochs": epoch, by: self._metrics[by]}
             if run.ranks.is_main:
                 kept = {k: v.detach().to("cpu", copy=True) for k, v in weights.items()}
                 save_weights(kept, run.folder / "best.pt")
@@ -194,26 +185,9 @@ class Loop:
             if self._stop.after(state.step, at_once=True):
                 self._leave()
             state.next_epoch()
-            self._show_epoch()
+            self._progress.set_postfix_str("", refresh=False)
         else:
             self._progress.close()
-
-    def _best_metric(self) -> str | None:
-        """The metric of `--best-by` if the last epoch is the best so far."""
-        asked, best, found = self.run.options.best_by, self.state.best, self._metrics
-        metric = asked or ("val_accuracy" if "val_accuracy" in found else "val_loss")
-        if metric == "none":
-            return None
-        if metric not in found:
-            raise TrainingError(
-                f"--best-by {metric} is no metric of this run: give {', '.join(found)}, or none, "
-                "with the same --output-dir"
-            )
-        if best and metric not in best:
-            log.warning(f"best.pt: epochs before this one count no more, but for {metric}")
-        sign = -1 if metric.endswith("loss") else 1
-        better = not best or metric not in best or sign * found[metric] > sign * best[metric]
-        return metric if better else None
 
     def finish(self, state_dict: dict[str, Tensor], **more: Any) -> None:
         """Write the model and the summary, to which `more` is added."""

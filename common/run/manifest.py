@@ -1,12 +1,15 @@
 """The manifest: what it takes to say that two runs were the same run."""
 
 import os
-import re
 import socket
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from common.git import without_secrets
 from common.group.collectives import gather
 from common.launch.process import command_line
 from common.machine import describe_machine
@@ -28,16 +31,11 @@ _ENVIRONMENT = (
 )
 _START = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
-# The value of an option with such a name; the user part of a URL; tokens with a known prefix.
-_SECRET = re.compile(
-    r"""(?ix) ( --[\w-]*(?:token|secret|passw|credential|key)[\w-]* [=\s]+ ) (?: '[^']*' | \S+ )
-    | ( \w:// ) [^/\s@']+ (?=@)
-    | \b (?: gh[pousr]_ | github_pat_ | glpat- | hf_ | xox[abp]- | sk- | AKIA ) [\w-]{8,}"""
-)
-
 
 def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) -> dict[str, Any]:
-    """Everything outside the options that a result may depend on. Calls a collective.
+    """Everything outside the options that a result may depend on; empty except on rank 0.
+
+    Calls a collective.
 
     Args:
         devices: of this rank.
@@ -46,6 +44,8 @@ def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) 
     """
     gpus = [torch.cuda.get_device_name(gpu) for gpu in devices if gpu.type == "cuda"]
     hosts = gather((socket.gethostname(), gpus))
+    if dist.get_rank() > 0:
+        return {}
     return {
         "command": without_secrets(command_line()),
         **describe_machine(),
@@ -63,11 +63,10 @@ def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) 
             "cpu_threads": torch.get_num_threads(),
         },
         "environment": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
-        "start": {name: os.environ[name] for name in _START if name in os.environ},
+        "start": {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "folder": str(Path("/proc/self/cwd").readlink()),  # cwd() fails if it was removed
+            **{name: os.environ[name] for name in _START if name in os.environ},
+        },
         "data_fingerprint": data_fingerprint,
     }
-
-
-def without_secrets(command: str) -> str:
-    """The command with `***` in place of tokens and passwords."""
-    return _SECRET.sub(r"\1\2***", command)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from common.errors import InputError
 from common.group.collectives import agreed, broadcast
@@ -34,8 +34,8 @@ class RunOptions:
     """Keep the weights after each epoch, in weights/."""
     best_by: str | None = free(None)
     """Metric that chooses the epoch whose weights are kept in best.pt, or none for no such file.
-    The lowest loss is the best, and the highest value of any other metric.
-    None: val_accuracy, or val_loss in a recipe without accuracy."""
+    The lowest loss is the best, and the highest value of any other metric. After a change, only
+    later epochs count. None: val_accuracy, or val_loss in a recipe without accuracy."""
     seed: int = 0
     """Seed of the weights, the data order, the augmentation and the split."""
     device: Literal["auto", "cpu", "cuda"] = free("auto")
@@ -89,8 +89,8 @@ def decisive(options: Options, config: Any) -> Options:
         options: of the recipe.
         config: the recipe's config, or its class, whose fields say which options are free.
     """
-    groups = [fields(group.type) for group in fields(config)]  # type: ignore[arg-type]
-    names = [option.name for group in groups for option in group if "free" not in option.metadata]
+    kinds = get_type_hints(config if isinstance(config, type) else type(config)).values()
+    names = [o.name for kind in kinds for o in fields(kind) if "free" not in o.metadata]
     return {name: options.get(name) for name in ("recipe", *names)}
 
 

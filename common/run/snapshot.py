@@ -158,6 +158,8 @@ class TrainingState:
         for name in _POSITION:
             setattr(self, name, found.get(name, ""))
         self.saved_step, self.best = self.step, found["best"]
+        if self.best and rank:
+            del self.best["weights"]
         self._shards = found["shards"]
         if self.mesh is not None:
             files = Shards(self._shards, first=rank % len(self._shards))

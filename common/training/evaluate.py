@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from common.errors import TrainingError
 from common.group.collectives import gather
-from common.launch.ranks import Ranks
 from common.terminal import progress_bar
 
-Scores = Mapping[str, Tensor]
-"""Metrics by name: one number (samples,) for each sample of a batch."""
+Scores = Mapping[str, Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Evaluation:
         return round(self.means["accuracy"] * self.total)
 
 
-def score_classes(model: nn.Module, batch: Any) -> Scores | None:
+def score_classes(model: nn.Module, batch: Any) -> Scores:
     """Of a batch (inputs, labels): cross-entropy, and whether the likeliest class is right.
 
     With more than five classes, also whether the right class is one of the five likeliest.
@@ -56,7 +55,7 @@ def evaluate(
     batches: Iterable[Any],
     total: int,
     group: dist.ProcessGroup | None = None,
-    score: Callable[[nn.Module, Any], Scores | None] = score_classes,
+    score: Callable[[nn.Module, Any], Scores] = score_classes,
 ) -> Evaluation:
     """Evaluate `model` on the batches that `common.data.stream.fixed_batches` gave to each rank.
 
@@ -70,7 +69,8 @@ def evaluate(
         batches: this rank's.
         total: samples over all ranks, for a check.
         group: the ranks that share the batches. None: all ranks.
-        score: of (model, batch); None on a rank whose pipeline stage has no outputs.
+        score: gives for (model, batch) each metric by name: one number (samples,) for each sample.
+            None: this rank's pipeline stage has no outputs.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"evaluate needs an nn.Module to switch to eval mode, got {model!r}")
@@ -79,13 +79,14 @@ def evaluate(
     trained = [module for module in model.modules() if module.training]
     model.eval()
     names, seen, sums = [], 0, []
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    ranks, own = Ranks(rank, rank, world_size, world_size), length_hint(batches) or None
-    bar = progress_bar(own, 0, ranks, "batch", "evaluation", keep=False)
+    own, main = length_hint(batches) or None, dist.get_rank() == 0
+    bar = progress_bar(own, main=main, unit="batch", desc="evaluation", keep=False)
     for batch in batches:
         if scores := score(model, batch):
             names = list(scores)
             by_metric = torch.stack([values.double() for values in scores.values()])
+            if by_metric.dim() != 2:
+                raise ValueError(f"score must give one number for each sample, got {scores}")
             seen += by_metric.shape[1]
             sums.append(by_metric.sum(1))
         bar.update()
@@ -99,3 +100,28 @@ def evaluate(
     columns = zip(*(row for _, _, rows in found for row in rows), strict=True)
     names = max(names for names, _, _ in found)  # a rank without batches has none
     return Evaluation({n: math.fsum(c) / total for n, c in zip(names, columns, strict=True)}, total)
+
+
+def best_metric(
+    by: str | None, found: Mapping[str, float], best: Mapping[str, Any] | None
+) -> str | None:
+    """The metric by which an epoch is the best so far; None if it is not.
+
+    Args:
+        by: a name in `found`; "none" for no best epoch. None: val_accuracy, else val_loss.
+        found: metrics of the epoch. Of losses the lowest is the best, else the highest value.
+        best: holds the same metric of the best epoch before.
+    """
+    by = by or ("val_accuracy" if "val_accuracy" in found else "val_loss")
+    if by == "none":
+        return None
+    if by not in found:
+        known = ", ".join(found)
+        raise TrainingError(
+            f"--best-by {by} is no metric of this run: give {known}, or none, and the same "
+            "--output-dir"
+        )
+    if not best or by not in best:
+        return by
+    sign = -1 if by.endswith("loss") else 1
+    return by if sign * found[by] > sign * best[by] else None

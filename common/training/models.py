@@ -135,9 +135,7 @@ def prepare_model(options: ModelOptions, channels: int, classes: int, side: int)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The entries of a weights file, without DataParallel's `module.` prefix.
-
-    The file holds a `state_dict`, alone or under the key "state_dict" or "model".
+    """A `state_dict`, alone or under a key, without DataParallel's `module.` prefix.
 
     Raises:
         InputError: no such file, or not a weights file.

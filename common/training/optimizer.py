@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from common.errors import InputError
 from common.options import free
@@ -67,25 +65,17 @@ class ScheduleOptions:
             InputError: linear scaling of a batch of 5,000 or more, without warm-up.
         """
         parts, default = world_size * micro_batches, self.default_batch_size
-        if self.batch_size_per_rank is not None:
-            size = self.batch_size_per_rank * world_size
-        elif not (size := self.global_batch_size or 0):
+        size = (self.batch_size_per_rank or 0) * world_size or self.global_batch_size
+        if size is None:
             size = max(1, round(default / parts)) * parts
             if size != default:
-                log.info(
-                    f"--global-batch-size {size}: the multiple of {parts} nearest to the default "
-                    f"of {default}"
-                )
+                near = f"the multiple of {parts} nearest to the default of {default}"
+                log.info(f"--global-batch-size {size}: {near}")
         if self.scale_lr and not self.warmup_epochs:
             if size >= 5000:
-                raise InputError(
-                    f"--scale-lr with a global batch of {size} needs a warm-up (Goyal et al. "
-                    "2017): give --warmup-epochs too"
-                )
-            log.warning(
-                f"--scale-lr without --warmup-epochs: training begins with the whole learning rate "
-                f"of {self.lr * size / self.scale_lr:g}"
-            )
+                raise InputError(f"--scale-lr for a global batch of {size} needs --warmup-epochs")
+            rate = f"{self.learning_rate(0, 1, size):g}"
+            log.warning(f"--scale-lr without --warmup-epochs: training begins with --lr {rate}")
         return size
 
     def learning_rate(self, step: int, steps_per_epoch: int, global_batch_size: int) -> float:
@@ -108,7 +98,7 @@ class OptimizerOptions(ScheduleOptions):
     """Optimizer, length of the training, batch size and learning rate."""
 
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    """Optimizer. adamw needs a much lower --lr than sgd, such as 0.001."""
+    """Optimizer; adamw needs a much lower --lr, such as 0.001."""
     momentum: float = 0.9
     """SGD momentum; AdamW's beta1."""
     weight_decay: float = 5e-3
@@ -142,40 +132,11 @@ def make_optimizer(
     trained = [p for p in parameters if p.requires_grad and not p.is_meta]
     # A fused optimizer would keep uninitialized momenta if its first step overflows (torch 2.15).
     common: Any = {"lr": options.lr, "weight_decay": options.weight_decay, "fused": not scaled}
-    if options.optimizer == "sgd":
-        return torch.optim.SGD(trained, momentum=options.momentum, **common)
-    if options.lr > 0.01:
-        log.warning(f"--lr {options.lr:g} is high for adamw: 0.001 or less is usual")
-    return torch.optim.AdamW(trained, betas=(options.momentum, 0.999), **common)
-
-
-def clip_gradients(
-    optimizer: torch.optim.Optimizer,
-    options: OptimizerOptions,
-    scaler: torch.amp.GradScaler | None = None,
-    stages: dist.ProcessGroup | None = None,
-) -> None:
-    """With `--clip-grad-norm`, scale gradients down so that their global norm is at most that.
-
-    Every rank has the same gradients after DDP's average, and so the same norm.
-
-    Args:
-        optimizer: of the parameters; their gradients are complete.
-        options: see `OptimizerOptions`.
-        scaler: of the loss; its factor is taken out of the gradients first.
-        stages: ranks that hold parts of one model. None: this rank holds the whole model.
-    """
-    if options.clip_grad_norm is None:
-        return
-    if scaler:
-        scaler.unscale_(optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if stages:
-        square = norm.double().square()
-        dist.all_reduce(square, group=stages)
-        norm = square.sqrt().to(norm.dtype)
-    clip_grads_with_norm_(parameters, options.clip_grad_norm, norm)
+    if options.optimizer == "adamw":
+        if options.lr > 0.01:
+            log.warning(f"--lr {options.lr:g} is high for adamw: 0.001 or less is usual")
+        return torch.optim.AdamW(trained, betas=(options.momentum, 0.999), **common)
+    return torch.optim.SGD(trained, momentum=options.momentum, **common)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -48,7 +48,7 @@ from common.training.ddp import (
 )
 from common.training.evaluate import evaluate
 from common.training.models import ModelOptions, prepare_model, set_train_mode
-from common.training.optimizer import OptimizerOptions, clip_gradients, make_optimizer, set_lr
+from common.training.optimizer import OptimizerOptions, make_optimizer, set_lr
 from common.training.virtual_ranks import seed_shards, use_virtual_ranks
 
 NAME = "ddp_launch"
@@ -115,22 +115,24 @@ def train(config: Config, ranks: Ranks) -> None:
             return
         set_train_mode(model)
         # A resumed run must add gradients in the same order as an uninterrupted run.
-        image, _ = data.train[(0, 0)]
-        warm_up(ddp, loader.prepare(image), micro_batch_size, autocast)
+        inputs, _ = data.train[(0, 0)]
+        warm_up(ddp, loader.prepare(inputs), micro_batch_size, autocast)
 
         # loop
         for epoch in loop.epochs():
             batches.set_epoch(epoch, loop.state.batch, loop.steps_left)
-            for images, labels in loader:
+            for batch in loader:
                 set_lr(optimizer, loop.lr)
                 if parallel.virtual_ranks:
                     seed_shards(ddp, seed, loop.state.step)
                 losses = []
-                for part, truth in micro_batches(ddp, (images, labels), parallel.accumulate):
+                for images, labels in micro_batches(ddp, batch, parallel.accumulate):
                     with autocast:
-                        losses.append(cross_entropy(ddp(part), truth, reduction="none"))
-                    scaler.scale(losses[-1].sum() / len(labels)).backward()
-                clip_gradients(optimizer, options, scaler)
+                        losses.append(cross_entropy(ddp(images), labels, reduction="none"))
+                    scaler.scale(losses[-1].sum() / batches.batch_size_per_rank).backward()
+                if options.clip_grad_norm:
+                    scaler.unscale_(optimizer)  # the norm is that of the true gradients
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_grad_norm)
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad(set_to_none=True)

@@ -49,7 +49,7 @@ from common.terminal import log, set_up_logs
 from common.training.ddp import warm_up
 from common.training.evaluate import evaluate
 from common.training.models import ModelOptions, build_model, prepare_model, set_train_mode
-from common.training.optimizer import OptimizerOptions, clip_gradients, make_optimizer, set_lr
+from common.training.optimizer import OptimizerOptions, make_optimizer, set_lr
 from recipes.dp_resnet50.report import Utilization, show_gpus, show_inference
 
 NAME = "dp_resnet50"
@@ -166,7 +166,9 @@ def train(config: Config, ranks: Ranks) -> None:
                 with autocast:
                     loss = cross_entropy(parallel(images), labels)
                 scaler.scale(loss).backward()
-                clip_gradients(optimizer, options, scaler)
+                if options.clip_grad_norm:
+                    scaler.unscale_(optimizer)  # the norm is that of the true gradients
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_grad_norm)
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad(set_to_none=True)

@@ -7,7 +7,6 @@ from typing import Any
 
 from common.figure import save_figure
 from common.files import write_json
-from common.launch.ranks import Ranks
 from common.seeds import seed_everything
 from common.terminal import log, progress_bar
 from common.training.evaluate import evaluate
@@ -21,7 +20,6 @@ def show_lesson(
     load: Callable[[int], Any],
     total: int,
     seed: int,
-    ranks: Ranks,
     folder: Path,
 ) -> None:
     """Train with larger and larger batches: the accuracy after the same epochs falls.
@@ -35,13 +33,12 @@ def show_lesson(
         load: batch size to (batches, training loader, validation loader).
         total: validation samples.
         seed: of the initial parameters.
-        ranks: this process's.
         folder: of the run.
     """
     if (folder / "lesson.json").exists():
         return
     found: dict[str, dict[int, list[float]]] = {"lr 0.1": {}, "lr 0.1 x batch / 32": {}}
-    bar = progress_bar(2 * 3 * LESSON_EPOCHS, 0, ranks, unit="epoch", desc="batch-size lesson")
+    bar = progress_bar(2 * 3 * LESSON_EPOCHS, unit="epoch", desc="batch-size lesson")
     for rule, scale in zip(found, (0, 1), strict=True):
         for size in (32, 128, 512):
             seed_everything(seed)

@@ -198,7 +198,6 @@ def train(config: Config, ranks: Ranks) -> None:
                 load,
                 len(data.val),
                 seed,
-                ranks,
                 run.folder,
             )
 

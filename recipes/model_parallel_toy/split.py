@@ -5,11 +5,13 @@ from itertools import combinations, pairwise
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.data.datasets import Arrays, ArraySamples, Data
+from common.data.datasets import ArraySamples, Data
 from common.errors import InputError
 from common.group.collectives import gather_to_rank_0
 from common.options import free
@@ -96,9 +98,9 @@ def generated_points(seed: int) -> Data:
     """2,000 normally distributed points (10,); the class is the largest of 5 projections."""
     generator = torch.Generator().manual_seed(0)
     points = torch.randn(2000, 10, generator=generator)
-    source = Arrays(points, (points @ torch.randn(10, 5, generator=generator)).argmax(1))
+    source = [points, (points @ torch.randn(10, 5, generator=generator)).argmax(1)]
     train, val = (ArraySamples(source, part, seed) for part in (range(1600), range(1600, 2000)))
-    return Data(train, val, source.digest(), [str(n) for n in range(5)], 10, 1)
+    return Data(train, val, train.digest(), [str(n) for n in range(5)], 10, 1)
 
 
 def cut(model: Any, stages: int, sample: Tensor) -> list[nn.Sequential]:
@@ -177,6 +179,20 @@ class Split(nn.Module):
     def warm_up(self, sample: Tensor, batch_size: int) -> None:
         """Find a batch that the model cannot train on (see `common.training.ddp.warm_up`)."""
         warm_up(self, sample, batch_size)
+
+
+def clip_gradients(model: nn.Module, largest: float, stages: dist.ProcessGroup | None) -> None:
+    """Scale gradients down so that the whole model's norm is at most `largest`.
+
+    `stages` are the ranks that hold the stages of one model; None: this rank holds all of them.
+    """
+    own = [p for p in model.parameters() if p.grad is not None]
+    norm = get_total_norm([p.grad for p in own if p.grad is not None])
+    if stages is not None:
+        square = norm.double().square()
+        dist.all_reduce(square, group=stages)
+        norm = square.sqrt()
+    clip_grads_with_norm_(own, largest, norm)
 
 
 class StageState:

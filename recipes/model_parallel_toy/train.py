@@ -45,13 +45,14 @@ from common.run.snapshot import Stateful
 from common.seeds import mixed_precision, seed_everything, set_determinism
 from common.terminal import set_up_logs
 from common.training.evaluate import evaluate
-from common.training.optimizer import OptimizerOptions, clip_gradients, make_optimizer, set_lr
+from common.training.optimizer import OptimizerOptions, make_optimizer, set_lr
 from recipes.model_parallel_toy.split import (
     ParallelOptions,
     Split,
     StageState,
     WholeModelOptions,
     build,
+    clip_gradients,
     cut,
     generated_points,
 )
@@ -152,7 +153,8 @@ def train(config: Config, ranks: Ranks) -> None:
                 if parallel.in_processes and loop.state.step == loop.last_step - 1:
                     pipe.note_work(parallel.timeline)
                 loss = pipe.backward(inputs, labels)
-                clip_gradients(optimizer, options, stages=stage_group)
+                if options.clip_grad_norm:
+                    clip_gradients(model, options.clip_grad_norm, stage_group)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 loop.after_step(loss)

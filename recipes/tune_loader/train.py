@@ -108,7 +108,7 @@ def measure_settings(config: Config, device: torch.device) -> tuple[dict[str, An
     found: dict[str, dict[int, list[float]]] = {kind: {} for kind in kinds}
 
     def measure(number: int) -> float:
-        bar = progress_bar(options.rounds * len(kinds), 0, Ranks(), "run", f"{number} workers")
+        bar = progress_bar(options.rounds * len(kinds), unit="run", desc=f"{number} workers")
         for _ in range(options.rounds):
             for kind in kinds:
                 load = partial(

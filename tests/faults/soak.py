@@ -151,7 +151,7 @@ def soak(rounds: int, seed: int, folder: Path) -> dict[str, Any]:
         summary = json.loads((folder / f"whole{world_size}" / "summary.json").read_text())
         expected[world_size] = summary["weights_sha256"]
     dice, interruptions, wrong = random.Random(seed), Counter[str](), []
-    with progress_bar(rounds, 0, Ranks(), unit="round") as bar:
+    with progress_bar(rounds, unit="round") as bar:
         for number in range(rounds):
             world_size, run = dice.choice(WORLDS), folder / f"round{number}"
             try:

@@ -1,0 +1,80 @@
+"""What code runs: the commit, the files that differ from it, and the diff without secrets."""
+
+import hashlib
+import re
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+from common import ROOT
+
+# The value of an option with such a name; in a file, a string that is given to such a name, or a
+# word with letters and digits; the user part of a URL; tokens with a known prefix; private keys.
+_SECRET = re.compile(
+    r"""(?ixs)
+    ( --[\w-]{,40}(?:token|secret|passw|credential|key)[\w-]* [=\s]+ ) (?: '[^']*' | \S+ )
+    | ( (?:token|secret|passw|credential|(?:api|access|private)_?key)[\w-]* ["']? \s* [=:] \s* )
+      (?: "[^"\n]+" | '[^'\n]+' | (?=\S*\d) (?=\S*[a-z]) [^\s"'(){},.;\[\]]{6,} (?![^\s,;]) )
+    | ( \w:// ) [^/\s@']+ (?=@)
+    | ( \b bearer \s ) \S+
+    | \b (?: gh[pousr]_ | github_pat_ | glpat- | hf_ | xox[abp]- | sk- | AKIA ) [\w-]{8,}
+    | (?<=PRIVATE\ KEY-----) .*? (?=-----END)"""
+)
+
+_PRIVATE = re.compile(r"(^|/)(\.env|\.netrc|id_\w+$)|\.(key|pem)$")
+"""Files whose content is never kept."""
+
+_MOST_BYTES = 2**20
+"""Length of the diff, and of a new file in it."""
+
+
+def git(*command: str) -> str:
+    """What git says about this repository; nothing if it is none."""
+    whole = ("git", "-C", str(ROOT), *command)
+    try:
+        said = subprocess.run(whole, capture_output=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return said.decode(errors="replace")
+
+
+def new_files() -> list[str]:
+    """Files that are not in the commit, and that git does not ignore."""
+    return git("ls-files", "--others", "--exclude-standard", "-z").split("\0")[:-1]
+
+
+def changed_files() -> dict[str, str]:
+    """SHA-256 of each file that is not as in the commit: changed, deleted or new."""
+    changed = git("diff", "--name-only", "--relative", "-z", "HEAD").split("\0")[:-1]
+    return {name: _digest(ROOT / name) for name in [*changed, *new_files()][:1000]}
+
+
+def _digest(path: Path) -> str:
+    with suppress(OSError):
+        if path.is_file() and path.stat().st_size <= 2**24:
+            return hashlib.sha256(path.read_bytes()).hexdigest()
+        return f"{path.stat().st_size} bytes"
+    return "gone"
+
+
+def changes() -> str:
+    """The diff between the commit and the code that runs, with new files, without secrets."""
+    diff = git("diff", "--relative", "--no-color", "--no-ext-diff", "HEAD")
+    for name in new_files():
+        path = ROOT / name
+        with suppress(OSError, UnicodeDecodeError):
+            if path.is_symlink() or path.stat().st_size > _MOST_BYTES or _PRIVATE.search(name):
+                continue
+            *lines, rest = path.read_bytes().decode().split("\n")
+            lines += [f"{rest}\n\\ No newline at end of file"] if rest else []
+            diff += f"--- /dev/null\n+++ b/{name}\t\n@@ -0,0 +1,{len(lines)} @@\n"
+            diff += "".join(f"+{line}\n" for line in lines)
+        if len(diff) > _MOST_BYTES:
+            break
+    kept = without_secrets(diff[: 2 * _MOST_BYTES])
+    return kept if len(kept) <= _MOST_BYTES else f"{kept[:_MOST_BYTES]}\ncut here: it is too long\n"
+
+
+def without_secrets(text: str) -> str:
+    """The text with `***` in place of tokens and passwords."""
+    return _SECRET.sub(r"\1\2\3\4***", text)

@@ -1,0 +1,372 @@
+"""Your own data, model and recipe: what docs/bring-your-own.md promises, and the record of it."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import Dataset
+from torchvision.datasets import FakeData
+from torchvision.transforms import v2
+
+import recipes
+from common import cli
+from common.data.datasets import ArraySamples, Data, LoaderOptions
+from common.data.loaders import make_loaders
+from common.data.stream import Samples, make_loader
+from common.errors import InputError
+from common.git import without_secrets
+from common.launch.ranks import Ranks
+from common.run.options import RunOptions, decisive, flatten
+from common.seeds import rng_state
+from common.training.ddp import warm_up
+from common.training.evaluate import evaluate
+from tests.conftest import ROOT, Recipe, Result, need
+from tests.pool import Pool, in_group
+
+CPU = torch.device("cpu")
+PAGE = (ROOT / "docs" / "bring-your-own.md").read_text()
+CODE, DIFFS = (re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("python", "diff"))
+
+
+# The page
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone of this repository as it is now, in which a user begins a recipe."""
+    need("git", "make")
+    folder = tmp_path_factory.mktemp("house")
+    listed = [
+        "git",
+        "-C",
+        str(ROOT),
+        "ls-files",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+        "-z",
+    ]
+    names = subprocess.run(listed, capture_output=True, check=True).stdout
+    copy = ["xargs", "-0", "cp", "--parents", "-t", str(folder)]
+    subprocess.run(copy, cwd=ROOT, input=names, check=True)
+    me = ("-c", "user.name=me", "-c", "user.email=me@example.org")
+    for command in (["init", "-q"], ["add", "-A"], [*me, "commit", "-q", "-m", "as it is"]):
+        subprocess.run(["git", *command], cwd=folder, check=True)
+    return folder
+
+
+def begin(house: Path, example: int) -> None:
+    """Follow the page: `make new`, then a file and a diff."""
+    subprocess.run(["make", "-s", "new", "RECIPE=mine"], cwd=house, check=True)
+    (house / "recipes" / "mine" / "yours.py").write_text(CODE[example])
+    lines = DIFFS[example].splitlines()[2:]
+    assert sum(line[0] in "+-" for line in lines) <= 25
+    subprocess.run(["git", "apply"], cwd=house, input=DIFFS[example], text=True, check=True)
+
+
+def test_images_on_one_process_and_on_two_resumed_give_one_hash_and_a_record(
+    house: Path, recipe: Recipe
+) -> None:
+    """And `reproduce` names the new file that was changed since."""
+    begin(house, 0)
+
+    def run(*options: str, folder: str) -> Result:
+        common = ("--virtual-ranks", "2", "--epochs", "2")
+        return recipe("mine", *options, *common, folder=folder, env={"PYTHONPATH": str(house)})
+
+    whole = run("--nproc", "1", folder="whole").assert_ok()
+    cut = run("--nproc", "2", "--max-steps", "13", folder="cut").assert_ok()
+    resumed = run("--nproc", "2", folder="cut").assert_ok()
+    assert (cut.summary["steps"], resumed.summary["resumed_from"]) == (20, 13)
+    assert resumed.sha == whole.sha
+    for run_ in (whole, resumed):
+        assert run_.summary["val_error_px"] == whole.summary["val_error_px"] < 3
+        assert not {"val_accuracy", "val_correct"} & run_.summary.keys()
+    assert "val_error_px" in whole.stdout
+    assert not (whole.folder / "class_indices.json").exists()
+
+    manifest = json.loads((whole.folder / "manifest.json").read_text())
+    ours = {f"recipes/mine/{name}.py" for name in ("__init__", "train", "yours")}
+    assert manifest["changed_files"].keys() == ours
+    assert manifest["git_dirty"]
+    assert manifest["start"].items() >= {"folder": str(recipe.tmp_path)}.items()
+    assert re.fullmatch(r"20\d\d-\d\d-\d\dT[\d:]{8}\+00:00", manifest["start"]["time"])
+    diff = (whole.folder / "changes.diff").read_text()
+    clean = recipe.tmp_path / "clean"
+    subprocess.run(["git", "clone", "-q", house, clean], check=True)
+    subprocess.run(["git", "apply"], cwd=clean, input=diff, text=True, check=True)
+    for name in ours - {"recipes/mine/__init__.py"}:
+        assert (clean / name).read_text() == (house / name).read_text()
+
+    yours = house / "recipes" / "mine" / "yours.py"
+    yours.write_text(yours.read_text().replace("Dropout(0.1)", "Dropout(0.2)"))
+    again = recipe.start(
+        *(sys.executable, "-m", "recipes", "reproduce", whole.folder),
+        *("--output-dir", recipe.tmp_path / "again"),
+        env={"PYTHONPATH": str(house)},
+    )
+    done = recipe.finish(again, recipe.tmp_path)
+    assert done.status == 1, done.stderr
+    changed = r"changed_files\.recipes/mine/yours\.py"
+    assert re.search(rf"\n?  {changed}: \w+\.\.\. in the record, \w+\.\.\. now\n", done.stdout)
+    assert re.search(rf"\nlikely cause: {changed} \(\w+\.\.\., now \w+\.\.\.\)", done.stdout)
+
+
+def train_mine(ranks: Ranks, house: Path, arguments: list[str]) -> None:
+    """The recipe `mine` of another house, as one rank."""
+    recipes.__path__.append(str(house / "recipes"))
+    mine = import_module("recipes.mine.train")
+    mine.train(cli.parse("mine", mine.Config, arguments)[1], ranks)
+
+
+def test_text_on_one_process_and_on_two_resumed_gives_one_hash(
+    house: Path, pool: Pool, tmp_path: Path
+) -> None:
+    subprocess.run(["rm", "-rf", house / "recipes" / "mine"], check=True)
+    begin(house, 1)
+
+    def run(world_size: int, folder: str, *options: str) -> dict[str, Any]:
+        words = ["--text", str(ROOT / "README.md"), "--global-batch-size", "32"]
+        words += ["--virtual-ranks", "2", "--epochs", "3", *options]
+        words += ["--output-dir", str(tmp_path / folder)]
+        pool.run(train_mine, world_size, house, words)
+        summary: dict[str, Any] = json.loads((tmp_path / folder / "summary.json").read_text())
+        return summary
+
+    whole = run(1, "whole")
+    run(2, "cut", "--max-steps", "3")
+    cut = run(2, "cut")
+    assert cut["resumed_from"] == 3
+    assert cut["weights_sha256"] == whole["weights_sha256"]
+    assert cut["val_right"] == whole["val_right"]
+
+
+# Data sets of others
+
+
+class Dicts(Dataset[dict[str, Any]]):
+    """A data set that returns dicts of integers and strings, and draws from every generator."""
+
+    def __len__(self) -> int:
+        return 90
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        drawn = [random.random(), np.random.rand(), torch.rand(()).item()]
+        return {"tokens": np.full(5, 300 + index), "drawn": drawn, "name": f"sample {index}"}
+
+
+class Points(Dataset[tuple[Tensor, float]]):
+    """A data set with float targets."""
+
+    def __len__(self) -> int:
+        return 90
+
+    def __getitem__(self, index: int) -> tuple[Tensor, float]:
+        return torch.full((3,), float(index)), index / 2
+
+
+def numbers_of(batch: Any) -> list[Any]:
+    """A batch as plain numbers, sample by sample."""
+    parts = [part for part in tree_leaves(batch) if isinstance(part, Tensor)]
+    return list(zip(*(part.reshape(len(part), -1).tolist() for part in parts), strict=True))
+
+
+def loaded(ranks: Ranks, source: Any, workers: int) -> tuple[list[Any], list[str]]:
+    """One epoch's samples of this rank as it sees them, and the types in a batch."""
+    samples = Samples(source, range(len(source)), 7)
+    data, options = Data(samples, samples, "90"), LoaderOptions(num_workers=workers)
+    batches, loader, _ = make_loaders(data, options, 30, 7, ranks, CPU, torch.float32, Path())
+    batches.set_epoch(1)
+    found = list(loader)
+    kinds = [str(part.dtype) for part in tree_leaves(found[0]) if isinstance(part, Tensor)]
+    return list(chain(*map(numbers_of, found))), kinds
+
+
+@pytest.mark.parametrize(
+    ("source", "kinds"),
+    [
+        (FakeData(90, (3, 8, 8), 10, v2.PILToTensor()), ["torch.uint8", "torch.int64"]),
+        (Dicts(), ["torch.int64", *["torch.float32"] * 3]),
+        (Points(), ["torch.float32", "torch.float32"]),
+    ],
+    ids=["FakeData", "dicts", "float targets"],
+)
+def test_a_data_set_of_others_is_loaded_as_it_is(pool: Pool, source: Any, kinds: list[str]) -> None:
+    """The same samples on any number of ranks and processes; integers stay integers."""
+    ((whole, found),) = pool.run(in_group, 1, loaded, source, 0)
+    assert found == kinds
+    for workers in (0, 2):
+        parts = pool.run(in_group, 2, loaded, source, workers)
+        assert sorted(chain(*(part for part, _ in parts))) == sorted(whole)
+        assert len(whole) == 90
+
+
+def test_draws_from_any_generator_depend_on_the_key_alone() -> None:
+    samples = Samples(Dicts(), range(90), 7)
+    first = samples.__getitems__([(2, 5), (2, 6)])["drawn"]
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    before = rng_state()
+    again = samples.__getitems__([(2, 5)])["drawn"]
+    assert [draw[0] for draw in first] == [draw[0] for draw in again]
+    assert all(draw[0] != draw[1] for draw in first), "each sample has its own draws"
+    other = samples.__getitems__([(3, 5)])["drawn"]
+    assert all(a[0] != b[0] for a, b in zip(first, other, strict=True)), "each epoch, too"
+    assert str(rng_state()) == str(before), "the training's generators are left as they were"
+
+
+def test_bytes_are_images_only_if_the_data_say_how_they_are_normalised() -> None:
+    source = [(torch.full((3, 2, 2), 255, dtype=torch.uint8), 0)] * 40
+    samples = Samples(source, range(40), 0)
+    for mean, expected in (((0.5,) * 3, torch.float32), ((), torch.uint8)):
+        data = Data(samples, samples, "255", mean=mean, std=mean)
+        arguments = (LoaderOptions(), 40, 0, Ranks(), CPU, torch.float32, Path())
+        images, _ = next(iter(make_loaders(data, *arguments)[1]))
+        assert images.dtype == expected
+        assert images.unique().item() == (1 if mean else 255)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [torch.arange(300), torch.rand(300), torch.rand(300, 4), torch.arange(600).view(300, 2)],
+)
+def test_targets_in_memory_are_of_any_type_and_shape(labels: Tensor) -> None:
+    numbers = torch.arange(600).view(300, 2)
+    samples = ArraySamples([numbers, labels], range(300), 0)
+    assert samples.digest() != ArraySamples([numbers, labels.flip(0)], range(300), 0).digest()
+    inputs, targets = next(iter(make_loader(samples, [[(0, 7), (0, 299)]])))
+    assert torch.equal(inputs, numbers[[7, 299]])
+    assert torch.equal(targets, labels[[7, 299]])
+    assert torch.equal(samples[(0, 299)][1], labels[299])
+
+
+# Evaluation and options
+
+
+def absolute_error(model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
+    inputs, targets = batch
+    return {"error": (model(inputs)[:, 0] - targets).abs()}
+
+
+def evaluated(ranks: Ranks, score: Callable[..., Any], wrap: bool) -> dict[str, float]:
+    """Of a model with dropout, in train mode before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 1), nn.Dropout(0.5)).train()
+    samples = Samples(Points(), range(90), 0)
+    data, options = Data(samples, samples, "90"), LoaderOptions()
+    loader = make_loaders(data, options, 30, 0, ranks, CPU, torch.float32, Path())[2]
+    function: Any = (lambda inputs: model(inputs)) if wrap else model
+    result = evaluate(function, loader, 90, score=score)
+    assert model.training
+    assert result.total == 90
+    return result.means
+
+
+def test_an_own_metric_is_exact_on_any_number_of_ranks(pool: Pool) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 1)
+    inputs, targets = zip(*(Points()[i] for i in range(90)), strict=True)
+    expected = (layer(torch.stack(inputs))[:, 0] - torch.tensor(targets)).abs().mean().item()
+    found = [
+        means
+        for world_size in (1, 2, 3)
+        for means in pool.run(in_group, world_size, evaluated, absolute_error, False)
+    ]
+    assert all(means == found[0] for means in found)
+    assert found[0] == {"error": pytest.approx(expected)}, "without dropout"
+
+
+def mean_error(model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
+    return {"error": absolute_error(model, batch)["error"].mean()}
+
+
+def test_what_would_be_wrong_in_silence_is_refused(pool: Pool) -> None:
+    with pytest.raises(TypeError, match="to switch to eval mode"):
+        pool.run(in_group, 1, evaluated, absolute_error, True)
+    with pytest.raises(ValueError, match="one number for each sample"):
+        pool.run(in_group, 1, evaluated, mean_error, False)
+
+
+class TwoInputs(nn.Module):
+    """Takes a dict, and gives a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(500, 4), nn.Linear(4, 2)
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Any]:
+        features = self.embedding(batch["tokens"])
+        return {"logits": self.head(features), "positions": batch["tokens"]}
+
+
+def test_a_model_of_dicts_can_be_warmed_up() -> None:
+    model = TwoInputs()
+    warm_up(model, {"tokens": Samples(Dicts(), range(90), 0)[(0, 0)]["tokens"]}, 4)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@dataclass(frozen=True)
+class OwnOptions:
+    """Options of a new recipe."""
+
+    text: Path
+    """A file."""
+    width: int = 3
+    """Width [features]."""
+
+
+@dataclass(frozen=True)
+class OwnConfig:
+    """All options."""
+
+    own: "OwnOptions"
+    run: RunOptions = field(default_factory=RunOptions)
+
+
+def test_an_option_group_needs_no_default() -> None:
+    config = cli.parse("own", OwnConfig, ["--text", "a.txt", "--seed", "3"])[1]
+    assert (config.own, config.run.seed) == (OwnOptions(Path("a.txt")), 3)
+    assert decisive(flatten(config), config)["text"] == "a.txt"
+    assert {"text", "width", "seed"} <= decisive({}, OwnConfig).keys()
+    with pytest.raises(InputError, match="--text PATH"):
+        cli.parse("own", OwnConfig, ["--width", "4"])
+
+
+@pytest.mark.parametrize(
+    ("written", "kept"),
+    [
+        ('+api_key = "abc123def"', "+api_key = ***"),
+        ("+    'password': 'hunter22',", "+    'password': ***,"),
+        ("+HUB_TOKEN=abc123def456", "+HUB_TOKEN=***"),
+        ("+password: hunter22", "+password: ***"),
+        ("+headers = {'Authorization': 'Bearer abc.def'}", None),
+        ("+url = 'https://me:abc123@host/x'", "+url = 'https://***@host/x'"),
+        ("+tokens = self.embedding(words)", "+tokens = self.embedding(words)"),
+        ("+    token: int64", "+    token: int64"),
+        ("+max_tokens = 131072", "+max_tokens = 131072"),
+        ("+key = values[key2]", "+key = values[key2]"),
+    ],
+)
+def test_a_diff_keeps_no_secret(written: str, kept: str | None) -> None:
+    found = without_secrets(f"{written}\n")
+    assert found == f"{kept}\n" if kept else "abc.def" not in found
+
+
+def test_a_private_key_is_not_kept() -> None:
+    text = "+-----BEGIN RSA PRIVATE KEY-----\n+MIIabc\n+-----END RSA PRIVATE KEY-----\n+x = 1\n"
+    assert "MIIabc" not in without_secrets(text)
+    assert without_secrets(text).endswith("+x = 1\n")
