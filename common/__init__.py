@@ -10,6 +10,7 @@ One room per question; imports point down this list only (tests/test_house.py):
     terminal            what rank 0 shows: lines and progress bars
     launch/             who am I; start, end and explain ranks
     machine, git, stack what is recorded of this machine and the code; versions of CUDA and NCCL
+    shards              tensors that are divided between ranks
     files, options      files and folders; options that change no number
     figure, seeds       figures; randomness, determinism and precision
     errors              the ways in which a run ends

@@ -288,6 +288,31 @@ def test_an_unsound_shard_is_named_and_the_snapshot_before_is_taken(
         fsdp(pool, tmp_path / "run", book, sizes, optimizer={"max_steps": 8})
 
 
+def test_bf16_keeps_fp32_weights_and_resumes_from_a_named_snapshot_elsewhere(
+    pool: Pool, tmp_path: Path, book: Path
+) -> None:
+    run: dict[str, Any] = {"precision": "bf16"}
+    whole = fsdp(pool, tmp_path / "whole", book, (1, 2, 1), run=run, optimizer={"max_steps": 7})
+    first = fsdp(pool, tmp_path / "first", book, (1, 2, 1), run=run, optimizer={"max_steps": 4})
+    (path,) = (first.folder / "snapshots").glob("*.pt")
+    run["resume"] = path
+    second = fsdp(pool, tmp_path / "second", book, (1, 2, 1), run=run, optimizer={"max_steps": 7})
+    assert second.summary["resumed_from"] == 4
+    assert second.sha == whole.sha
+    weights = torch.load(second.folder / "model.pt", weights_only=True)
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+    assert not all(torch.equal(v, v.bfloat16().float()) for v in weights.values())
+    next(path.parent.glob("*.rank_00001.*.shard")).unlink()
+    with pytest.raises(InputError, match=r"rank_00001\..*\.shard is missing: .* cannot be used"):
+        fsdp(pool, tmp_path / "third", book, (1, 2, 1), run=run, optimizer={"max_steps": 7})
+
+
+@pytest.mark.slow
+def test_the_default_run_predicts_better_than_a_bigram_model(recipe: Recipe) -> None:
+    found = recipe("fsdp").assert_ok().summary
+    assert found["val_bits_per_character"] < 0.75 * found["bigram_bits_per_character"]
+
+
 class Rows:
     """A state of one tensor, divided between the ranks; its values tell the step and the rank."""
 

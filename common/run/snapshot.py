@@ -119,7 +119,7 @@ class TrainingState:
             **{name: getattr(self, name) for name in _POSITION},
         }
         if self.mesh is not None:
-            content |= {"mesh": _layout(self.mesh), "mean_loss_sum": losses.mean()}
+            content |= {"mesh": list(self.mesh.shape), "mean_loss_sum": losses.mean()}
             if self._group is None:  # for the threads: training uses the others
                 with gloo_does_not_disturb("gloo"):
                     self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
@@ -153,8 +153,8 @@ class TrainingState:
         are still exact, but each rank's random generators start from (seed, rank, step).
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        here = world_size, self.mesh and _layout(self.mesh)
-        same = (found["world_size"], found.get("mesh")) == here
+        mesh = None if self.mesh is None else list(self.mesh.shape)
+        same = (found["world_size"], found.get("mesh")) == (world_size, mesh)
         for name in _POSITION:
             setattr(self, name, found.get(name, ""))
         self.saved_step, self.best = self.step, found["best"]
@@ -164,17 +164,15 @@ class TrainingState:
         if self.mesh is not None:
             files = Shards(self._shards, first=rank % len(self._shards))
             mine, present = files.opened[0], {n: p.state_dict() for n, p in self.parts.items()}
-            found = put_together(mine["parts"], present, files) | found
+            own = tree_map_only(Tensor, torch.clone, mine["parts"])  # the file may be removed
+            found = put_together(own, present, files) | found
             losses = mine["loss_sum"] if same else found["mean_loss_sum"]
         else:
-            losses = torch.cat([entry["loss_sum"] for entry in found["ranks"]])
-            losses, mine = (
-                losses.chunk(world_size)[rank],
-                found["ranks"][rank % len(found["ranks"])],
-            )
+            losses = torch.cat([entry["loss_sum"] for entry in found["ranks"]]).chunk(world_size)
+            losses, mine = losses[rank], found["ranks"][rank % len(found["ranks"])]
         for name, part in self.parts.items():
             part.load_state_dict(found[name])
-        self.loss_sum = losses.to(self.loss_sum.device)
+        self.loss_sum = losses.to(self.loss_sum.device, copy=True)
         if same:
             set_rng_state(mine["rng"])
             return
@@ -224,10 +222,6 @@ class TrainingState:
                     "be on a file system that all hosts share"
                 )
             _write(folder, step, content | {"shards": [name for name, _ in said]}, keep)
-
-
-def _layout(mesh: DeviceMesh) -> dict[str, int]:
-    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
 def _write(folder: Path, step: int, content: dict[str, Any], keep: int) -> None:
