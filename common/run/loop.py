@@ -127,7 +127,8 @@ class Loop:
         self._progress.update()
         if state.step % self.log_every == 0:
             of_epoch = state.loss_sum / state.batch
-            gathered = gather_numbers(torch.stack([losses.to(of_epoch), of_epoch]))
+            both = [losses.to(of_epoch).expand_as(of_epoch), of_epoch]  # resumed: (1,) for a mean
+            gathered = gather_numbers(torch.stack(both))
             snapshot.refuse_non_finite(gathered, state.step, run.snapshots)
             loss, mean_loss = (part.flatten().mean().item() for part in gathered.chunk(2, dim=1))
             self._progress.set_postfix_str(f"loss {loss:.4f}, mean {mean_loss:.4f}", refresh=False)
