@@ -35,7 +35,10 @@ from tests.test_bad_input import assert_refused
 CPU = torch.device("cpu")
 SMALL = TransformerOptions(layers=2, width=32, heads=4, tie_weights=False)
 VOCABULARY = 50  # no number of ranks here divides it
-MESHES = [(1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2)]
+MESHES = [
+    *((1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2)),
+    *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ((1, 1, 1), (2, 1, 2))),
+]
 """replicas x shard x tensor parallel"""
 
 Weights = dict[str, Tensor]
