@@ -1,12 +1,14 @@
 # Launches things; knows nothing else. `make` lists the targets and these variables:
 #: RECIPE=NAME             the recipe (run, new, image-run, bench); without it, make run lists all recipes
 #: ARGS="..."              more options for the program that the target starts; ARGS=--help lists them
-#: NPROC=N                 processes on this machine (run, image-run, doctor)
+#: NPROC=N                 processes on this machine (run, image-run, evaluate, doctor)
 #: NNODES= NODE_RANK= MASTER_ADDR= MASTER_PORT=    several hosts (run, image-run): docs/several-hosts.md
-#: RUN=DIR AGAINST=DIR     the run to repeat, or two finished runs to compare (reproduce)
-#: ROUNDS=N                rounds of killed and resumed runs (soak; default 50)
+#: RUN=DIR                 a finished run (predict, evaluate, reproduce)
+#: INPUT="FILE DIR ..."    images, and folders of images (predict)
+#: AGAINST=DIR             a second finished run, to compare with RUN (reproduce)
+#: ROUNDS=N                rounds of killed, damaged and resumed runs (soak; default 50)
 #: STACK=cu130             versions of CUDA and torch, from docker/stacks.json (default cu132)
-#: TARGET=development      an image with the tests and a C compiler (image)
+#: TARGET=development      an image with the tests and a C compiler (image, image-run)
 #: IMAGE=NAME BUILD="..."  name of the image (image, image-run); more options of docker build (image)
 #: GPUS=device=0           docker's --gpus (image-run; default: all, if there are any)
 #: RUNS=DIR                folder on this machine that is mounted as runs/ (image-run; default runs)
@@ -38,15 +40,21 @@ LAUNCH = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) \
 	$(if $(MASTER_PORT),--master-port $(MASTER_PORT))
 
 .DEFAULT_GOAL := help
-.PHONY: run new reproduce doctor tensorboard diff-ddp check format test test-slow faults soak \
-	gpu-check bench bench-peers image image-run image-test image-repro slurm-check test-slurm \
-	venv lock audit clean help venv-dev venv-peers
+.PHONY: run predict evaluate new reproduce doctor tensorboard diff-ddp check format test test-slow \
+	faults soak gpu-check bench bench-peers image image-run image-test image-repro sbom slurm-check \
+	test-slurm venv lock audit clean help venv-dev venv-peers
 
 ## Run
 
 run: $(INSTALLED) ## Train: make run RECIPE=ddp_launch [NPROC=2] [ARGS="--epochs 3"]
 	@$(if $(RECIPE),$(PYTHON) -m recipes $(RECIPE) $(LAUNCH) $(ARGS), \
 		$(PYTHON) -m recipes; echo "error: no recipe given: make run RECIPE=NAME" >&2; exit 2)
+
+predict: $(INSTALLED) ## Show the classes of images: make predict RUN=runs/ddp_launch/... INPUT=photos
+	@$(PYTHON) -m recipes predict $(RUN) $(INPUT) $(ARGS)
+
+evaluate: $(INSTALLED) ## Evaluate a finished run again, or on other photos [NPROC=2] [ARGS="--data-path DIR"]
+	@$(PYTHON) -m recipes evaluate $(RUN) $(if $(NPROC),--nproc $(NPROC)) $(ARGS)
 
 new: ## Begin a recipe of your own, as a copy of ddp_launch: make new RECIPE=NAME (docs/bring-your-own.md)
 	@expr "$(RECIPE)" : '[a-z][a-z0-9_]*$$' >/dev/null || \
@@ -76,7 +84,7 @@ check: $(INSTALLED_DEV) ## Check style, formatting and types
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
 	@$(PYTHON) -m mypy
-	@$$(command -v $(dir $(PYTHON))hadolint hadolint | head -n 1) docker/Dockerfile
+	@PATH="$(dir $(PYTHON)):$$PATH" hadolint docker/Dockerfile
 
 format: $(INSTALLED_DEV) ## Format the code and fix what the linter can fix
 	@$(PYTHON) -m ruff format .
@@ -92,7 +100,7 @@ faults: $(INSTALLED_DEV) ## Cause every fault in real runs (needs root); renews 
 	@FAULTS_JSON=$(CURDIR)/tests/faults/results/matrix.json $(PYTHON) -m pytest -m slow tests/faults/test_matrix.py
 	@$(PYTHON) -m tests.faults.matrix
 
-soak: $(INSTALLED) ## Kill and resume runs at random moments; renews tests/faults/results/soak.json
+soak: $(INSTALLED) ## Kill, damage and resume runs at random; renews tests/faults/results/soak.json
 	@$(PYTHON) -m tests.faults.soak $(if $(ROUNDS),--rounds $(ROUNDS)) $(ARGS)
 
 gpu-check: $(INSTALLED) ## Check what needs a GPU (minutes); writes tests/results/gpu_check.json
@@ -108,12 +116,18 @@ bench-peers: $(INSTALLED_PEERS) ## Measure ddp_launch beside bare PyTorch, Accel
 
 ## Images and clusters
 
+COMMIT = $(or $(shell git rev-parse HEAD 2>/dev/null),unknown)
+DIRTY = $(if $(shell git status --porcelain common docker recipes tools 2>/dev/null),-dirty)
+SOURCE = $(shell git remote get-url origin 2>/dev/null | sed 's,//[^/@]*@,//,')
+
 image: ## Build the image of a stack: make image [STACK=cu130] [TARGET=development]
 	@test -f $(LOCK) || { echo "error: no stack $(STACK): STACK is one of $(STACKS)" >&2; exit 2; }
 	@$(DOCKER) build --file docker/Dockerfile --target $(or $(TARGET),runtime) --tag $(IMAGE) \
-		--build-arg STACK=$(STACK) --build-arg LOCK_SHA256=$$(sha256sum $(LOCK) | cut -d' ' -f1) \
-		--build-arg COMMIT=$$(git describe --always --abbrev=40 --dirty --exclude '*' || echo unknown) \
-		--build-arg SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct || echo 0) $(BUILD) .
+		--build-arg STACK=$(STACK) --build-arg COMMIT=$(COMMIT)$(DIRTY) \
+		--build-arg SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct || echo 0) \
+		--label org.opencontainers.image.revision=$(COMMIT)$(DIRTY) \
+		$(if $(SOURCE),--label "org.opencontainers.image.source=$(SOURCE)") \
+		--label torch-recipes.lock-sha256=$$(sha256sum $(LOCK) | cut -d' ' -f1) $(BUILD) .
 
 image-run: ## Train in the image: make image-run RECIPE=ddp_launch [NPROC=2] [ARGS="..."]
 	@$(if $(RECIPE),,echo "error: no recipe given: make image-run RECIPE=NAME" >&2; exit 2)
@@ -122,13 +136,18 @@ image-run: ## Train in the image: make image-run RECIPE=ddp_launch [NPROC=2] [AR
 		{ echo "error: no image $(IMAGE): make image STACK=$(STACK)" >&2; exit 2; }
 	@mkdir -p "$(RUNS)"
 	@$(DOCKER) run --rm $$(test -t 0 && test -t 1 && echo --interactive --tty) --shm-size=8g \
-		$(if $(GPUS),--gpus '$(GPUS)' --ulimit memlock=-1) --user $$(id -u):$$(id -g) \
+		$(if $(GPUS),--gpus '$(GPUS)') $(if $(NNODES),--network host) \
+		--user $$(id -u):$$(id -g) $$(printf -- '--group-add %s ' $$(id -G)) \
 		--volume "$$(realpath "$(RUNS)")":/workspace/runs \
 		--env RECIPES_IMAGE_DIGEST=$$($(DOCKER) image inspect --format '{{.Id}}' $(IMAGE)) \
 		$(DOCKER_ARGS) $(IMAGE) $(RECIPE) $(LAUNCH) $(ARGS)
 
 image-test: $(INSTALLED_DEV) ## Build the image and test it (needs root where no container engine runs)
 	@$(PYTHON) -m pytest -m image tests/image $(ARGS)
+
+sbom: $(INSTALLED_DEV) ## Write the bill of materials of a stack's image: sbom-STACK.json, from the lock
+	@$(PYTHON) -m uv tool run --from cyclonedx-bom==7.5.0 cyclonedx-py requirements \
+		--pyproject pyproject.toml --output-reproducible --output-file sbom-$(STACK).json $(ARGS) $(LOCK)
 
 image-repro: $(INSTALLED_DEV) ## Build the image twice, compare the bytes; renews docker/results/repro.json
 	@$(PYTHON) -m tests.image.repro $(ARGS)

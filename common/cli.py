@@ -7,6 +7,7 @@ import io
 import math
 import os
 import re
+import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, make_dataclass
@@ -15,7 +16,7 @@ from itertools import pairwise
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from common.errors import STATUS_FINISHED, InputError
-from common.launch.hints import hint
+from common.hints import hint
 from common.launch.process import python_path, run_rank
 from common.launch.ranks import Ranks, resolve
 from common.launch.report import report, say
@@ -34,6 +35,9 @@ def start(name: str, arguments: Sequence[str]) -> int:
     If the launch options alone decide how many ranks there are, start them without importing torch.
     """
     try:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if files < 64:
+            raise InputError(f"a process may open {files} files here, too few: ulimit -n 1024")
         ranks, given = _resolve(arguments)
         alone = ranks.launcher == "none" and not {"-h", "--help", "--dry-run"} & set(given)
         if alone and _launched(name) == "ranks":

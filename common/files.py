@@ -9,7 +9,8 @@ import os
 import socket
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,12 +19,24 @@ from torch import Tensor
 
 from common.errors import InputError, TrainingError
 
-_FIXES = {
+log = logging.getLogger("recipes")
+
+_FILES = {
     errno.ENOSPC: "make room",
     errno.EDQUOT: "make room within your quota",
     errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.EACCES: "get the right to write there",
+    errno.EPERM: "get the right to write there",
+    errno.EROFS: "mount the file system read-write",
+    errno.ENAMETOOLONG: "choose a shorter path",
 }
-log = logging.getLogger("recipes")
+"""Number of a failure to write a file to the advice."""
+
+
+def fix(error: BaseException | None) -> str:
+    """What to do about a file or folder that cannot be written."""
+    return _FILES.get(getattr(error, "errno", None) or 0, "make the folder writable")
 
 
 def weights_sha256(state_dict: dict[str, Tensor]) -> str:
@@ -39,9 +52,8 @@ def weights_sha256(state_dict: dict[str, Tensor]) -> str:
 def save_weights(weights: dict[str, Tensor], path: Path) -> None:
     """Save a state_dict to a temporary file, then rename it."""
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    torch.save(weights, temporary)
-    temporary.rename(path)
+    with _replaced(path) as file:
+        torch.save(weights, file)
 
 
 def save_checked(folder: Path, name: str, suffix: str, content: dict[str, Any]) -> Path:
@@ -68,9 +80,9 @@ def save_checked(folder: Path, name: str, suffix: str, content: dict[str, Any]) 
     except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        fix = _FIXES.get(getattr(error, "errno", errno.ENOSPC), "make the folder writable")
+        cause = error if isinstance(error, OSError) else error.__context__ or error
         raise TrainingError(
-            f"cannot write a snapshot into {folder} ({str(error).splitlines()[0]}): {fix}, "
+            f"cannot write a snapshot into {folder} ({str(cause).splitlines()[0]}): {fix(cause)}, "
             "then run the same command to resume from the last snapshot"
         ) from error
     return path
@@ -104,24 +116,34 @@ def load_data_only(path: Path, *, mmap: bool = False) -> dict[str, Any]:
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON to a temporary file, then rename it."""
+    with _replaced(path) as file:
+        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        # JSON's own escape for bytes of a file name that are no UTF-8
+        file.write(text.encode("utf-8", "backslashreplace"))
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[IO[bytes]]:
     temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    with temporary.open("wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())  # else a crash of the host can leave an empty file
     temporary.rename(path)
 
 
-def read_json(path: Path, *required: str) -> dict[str, Any]:
-    """The JSON object in a file that `write_json` wrote, with the names `required`.
+def read_json(path: Path, *numbers: str) -> dict[str, Any]:
+    """The JSON object in a file that `write_json` wrote, with whole `numbers` by these names.
 
     Raises:
         InputError: the file is damaged; it names the file.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or not set(required) <= content.keys():
-            raise ValueError(f"it is no JSON object{''.join(f' with {n}' for n in required)}")
+        if not isinstance(content, dict) or not all(
+            isinstance(content.get(n), int) for n in numbers
+        ):
+            raise ValueError(f"it is no JSON object{''.join(f' with {name}' for name in numbers)}")
         return content
     except (OSError, ValueError) as error:
         raise InputError(
@@ -139,6 +161,44 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def lost_file(folder: Path, summary: dict[str, Any], records: Iterable[str]) -> str:
+    """Name of the first file of a finished run that is gone or damaged; empty if all are whole.
+
+    Args:
+        folder: of the run.
+        summary: of the run.
+        records: names of the run's JSON files.
+
+    Raises:
+        InputError: model.pt or best.pt is not the one that the run wrote.
+    """
+    name = ""
+    try:
+        for name in records:
+            json.loads((folder / name).read_text(encoding="utf-8"))
+        name = "metrics.jsonl"
+        last = read_metrics(folder)[-1]
+        if last["step"] != summary["steps"] or "train_loss" not in last:
+            return name
+    except (OSError, ValueError, LookupError, TypeError):
+        return name
+    for name, of in (("model.pt", summary), ("best.pt", summary.get("best"))):
+        if not of:
+            continue
+        if not (folder / name).exists():
+            return name
+        try:
+            found = weights_sha256(torch.load(folder / name, "cpu", weights_only=True))
+        except Exception:  # torch.load raises whatever the unpickler raises
+            found = ""
+        if found != of.get("weights_sha256"):
+            raise InputError(
+                f"{folder / name} is not what the run wrote, whose weights_sha256 is in "
+                "summary.json: move it away, and the same command writes it again"
+            )
+    return ""
+
+
 def lock(folder: Path, patience_s: float = 120.0) -> IO[str]:
     """Own `folder` until this process ends or closes the file that is returned.
 
@@ -152,7 +212,7 @@ def lock(folder: Path, patience_s: float = 120.0) -> IO[str]:
     Raises:
         InputError: another process owns the folder.
     """
-    file, here = (folder / ".lock").open("a+"), f"host {socket.gethostname()}"
+    file, here = (folder / ".lock").open("a+", errors="replace"), f"host {socket.gethostname()}"
     deadline, waits = time.monotonic() + patience_s, False
     while True:
         try:
@@ -191,7 +251,7 @@ def new_folder(parent: Path) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise InputError(f"{parent} cannot be written: {error}; give --output-dir") from error
+            raise InputError(not_writable(parent, error)) from error
         return parent / f"{stamp}{suffix}"
     raise InputError(f"{parent} holds 99 runs of {stamp}: give --output-dir")
 
@@ -214,5 +274,53 @@ def result_folder(given: Path | None, recipe: str, kind: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise InputError(f"--output-dir {folder} cannot be written: {error}") from error
+        raise InputError(not_writable(folder, error)) from error
     return folder
+
+
+def not_writable(folder: Path, error: OSError) -> str:
+    """The message for an --output-dir, or the default one, that cannot be written."""
+    advice = fix(error)
+    if error.errno in (errno.EACCES, errno.EPERM) and "RECIPES_STACK" in os.environ:
+        advice = (
+            f"in this container you are user {os.getuid()}: mount a folder that this user may "
+            "write (--volume DIR:/workspace/runs), be the folder's owner (--user UID:GID)"
+        )
+    return (
+        f"--output-dir {folder} cannot be written ({error.strerror}): {advice}, or choose another "
+        "--output-dir"
+    )
+
+
+def refuse_closed(option: str, *paths: Path) -> None:
+    """Refuse files and folders that this user may not read. A missing one is not refused.
+
+    Raises:
+        InputError: with the owner of the place that is closed: a path, or a folder above it.
+    """
+    for path in paths:
+        real = path.resolve()
+        for place in (*reversed(real.parents), real):
+            needed = (os.X_OK if place.is_dir() else 0) | (os.R_OK if place == real else 0)
+            if place.exists() and not os.access(place, needed):
+                owner = place.stat()
+                raise InputError(
+                    f"{option} {path} cannot be read: {place} belongs to user {owner.st_uid}, "
+                    f"group {owner.st_gid}, and you are user {os.getuid()}: allow reading, or in "
+                    f"a container give --group-add {owner.st_gid}"
+                )
+
+
+def files_below(option: str, folder: Path) -> Iterator[Path]:
+    """All files below a folder, without hidden folders.
+
+    A closed sub-folder is refused; Path.rglob would leave it out.
+    """
+
+    def refuse(error: OSError) -> None:
+        refuse_closed(option, Path(error.filename))
+        raise error
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(parent, name) for name in names)

@@ -1,8 +1,10 @@
 """What code runs: the commit, the files that differ from it, and the diff without secrets."""
 
 import hashlib
+import os
 import re
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,8 +41,10 @@ def git(*command: str) -> str:
 
 
 def new_files() -> list[str]:
-    """Files that are not in the commit, and that git does not ignore."""
-    return git("ls-files", "--others", "--exclude-standard", "-z").split("\0")[:-1]
+    """Files that are not in the commit, that git does not ignore, and that no run has left."""
+    names = git("ls-files", "--others", "--exclude-standard", "-z").split("\0")[:-1]
+    runs = tuple(name.removesuffix(".lock") for name in names if name.endswith("/.lock"))
+    return [name for name in names if not name.startswith(runs)]
 
 
 def changed_files() -> dict[str, str]:
@@ -57,7 +61,7 @@ def _digest(path: Path) -> str:
     return "gone"
 
 
-def changes() -> str:
+def changes() -> bytes:
     """The diff between the commit and the code that runs, with new files, without secrets."""
     diff = git("diff", "--relative", "--no-color", "--no-ext-diff", "HEAD")
     for name in new_files():
@@ -71,10 +75,34 @@ def changes() -> str:
             diff += "".join(f"+{line}\n" for line in lines)
         if len(diff) > _MOST_BYTES:
             break
-    kept = without_secrets(diff[: 2 * _MOST_BYTES])
-    return kept if len(kept) <= _MOST_BYTES else f"{kept[:_MOST_BYTES]}\ncut here: it is too long\n"
+    kept = without_secrets(diff[: 2 * _MOST_BYTES]).encode()
+    return kept if len(kept) <= _MOST_BYTES else kept[:_MOST_BYTES] + b"\ncut here: too long\n"
 
 
 def without_secrets(text: str) -> str:
     """The text with `***` in place of tokens and passwords."""
     return _SECRET.sub(r"\1\2\3\4***", text)
+
+
+def code_sha256() -> str:
+    """SHA-256 over names and contents of the Python files that a run uses."""
+    digest = hashlib.sha256()
+    for folder in ("common", "recipes", "tools"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            digest.update(f"{content} {path.relative_to(ROOT)}\n".encode())
+    return digest.hexdigest()
+
+
+def image_commit() -> tuple[str | None, bool | None]:
+    """The commit that an image was built from, and whether this code is not the commit's.
+
+    The image has its commit in RECIPES_COMMIT (with "-dirty" if files had changed), and the hash of
+    its code beside its lock. Code that was mounted or added since has another hash.
+    """
+    built_from = os.environ.get("RECIPES_COMMIT", "unknown")
+    if built_from == "unknown":
+        return None, None
+    record = Path(sys.prefix) / "code.sha256"
+    same = record.is_file() and record.read_text().strip() == code_sha256()
+    return built_from.removesuffix("-dirty"), built_from.endswith("-dirty") or not same

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from common.git import changed_files, git
+from common.git import changed_files, git, image_commit
 from common.stack import running_versions
 
 
@@ -21,12 +21,10 @@ def describe_machine() -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     smi = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     drivers = _output(*smi) if cuda else ""
-    built_from = os.environ.get("RECIPES_COMMIT", "")  # in an image: sha, or sha-dirty
-    sha = commit.strip() or built_from.removesuffix("-dirty") or None
-    dirty = bool(changed) if commit else built_from.endswith("-dirty")
+    sha, dirty = (commit.strip(), bool(changed)) if commit else image_commit()
     return {
         "git_commit": sha,
-        "git_dirty": dirty if sha else None,
+        "git_dirty": dirty,
         "changed_files": changed,
         "lock_sha256": hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else None,
         "image_digest": os.environ.get("RECIPES_IMAGE_DIGEST"),

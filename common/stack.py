@@ -10,14 +10,16 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
 from common import ROOT
 from common.errors import InputError
 
+# Neither NCCL's plugins (libnccl-net.so), which no wheel has, nor CUPTI, which a profiler brings.
 _CUDA_LIBRARIES = re.compile(
-    r"lib(cublas|cudart|cudnn|cufft|cufile|cupti|curand|cusolver|cusparse|nccl|nvJitLink|nvrtc|"
+    r"lib(cublas|cudart|cudnn|cufft|cufile|curand|cusolver|cusparse|nccl\.|nvJitLink|nvrtc|"
     r"nvshmem|nvToolsExt)"
 )
 
@@ -91,14 +93,21 @@ def strangers() -> list[str]:
 
 
 def check_environment(stack: str | None = None) -> None:
-    """In an image: refuse environment variables that bring another NCCL than the stack's.
+    """Refuse a system without a folder for temporary files; in an image, another NCCL, too.
 
-    Called before torch is imported: a preloaded NCCL can break the import (pytorch#122571). An NCCL
-    in LD_LIBRARY_PATH is not loaded by torch, but by plugins and test programs.
+    The NCCL is one that environment variables bring. Called before torch is imported: a preloaded
+    NCCL can break the import (pytorch#122571). An NCCL in LD_LIBRARY_PATH is not loaded by torch,
+    but by plugins and test programs.
 
     Raises:
-        InputError: with both versions, the file and the variable.
+        InputError: the NCCL's with both versions, the file and the variable.
     """
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise InputError(
+            f"{error.strerror}: torch needs one: set TMPDIR, or in a container give --tmpfs /tmp"
+        ) from None
     stack = stack or os.environ.get("RECIPES_STACK")
     for variable in ("LD_PRELOAD", "LD_LIBRARY_PATH") if stack else ():
         for entry in filter(None, re.split("[: ]", os.environ.get(variable, ""))):
@@ -110,7 +119,10 @@ def check_environment(stack: str | None = None) -> None:
             said = subprocess.run(command, capture_output=True, text=True).stdout.strip()
             found = {"nccl": _dotted(int(said)) if said.isdecimal() else "unknown"}
             for difference in differences(str(stack), found):
-                raise InputError(f"{variable} brings {difference} ({path}): unset {variable}")
+                what = "this file" if variable == "LD_PRELOAD" else f"only {path.parent}"
+                raise InputError(
+                    f"{variable} brings {difference} ({path}): remove {what} from {variable}"
+                )
 
 
 def check_versions() -> None:
@@ -119,6 +131,7 @@ def check_versions() -> None:
     Raises:
         InputError: with both versions of each part that differs.
     """
+    check_environment()  # torchrun has not come through the front door
     stack = os.environ.get("RECIPES_STACK")
     if not stack:
         return

@@ -10,6 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from common.files import mebibytes
 from common.launch.ranks import Ranks
 
 log = logging.getLogger("recipes")
@@ -21,6 +22,8 @@ def set_up_logs(ranks: Ranks) -> None:
     log.handlers.clear()
     log.setLevel(logging.INFO)
     log.propagate = False
+    with suppress(AttributeError):  # in a test, stdout is no file
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     if ranks.is_main:
         log.addHandler(_Terminal())
 
@@ -52,6 +55,25 @@ def progress_bar(
         file=_Bars(sys.stderr),
         disable=not main,
     )
+
+
+def show_table(rows: dict[str, Any]) -> None:
+    """Show names and values, one pair per line."""
+    width = max(map(len, rows))
+    lines = (f"  {name:<{width}}  {_shown(name, value)}" for name, value in rows.items())
+    log.info("\n".join(["", *lines, ""]))
+
+
+def _shown(name: str, value: Any) -> str:
+    if name.endswith("_bytes") and isinstance(value, int):
+        return mebibytes(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_shown(k, v)}" for k, v in value.items())
+    if name == "peak_memory_bytes":
+        return ", ".join(map(mebibytes, value))
+    if isinstance(value, float):
+        return f"{value:,.4f}" if abs(value) < 100 else f"{value:,.0f}"
+    return str(value)
 
 
 class _Terminal(logging.Handler):

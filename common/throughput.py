@@ -1,10 +1,16 @@
-"""How fast a run trains, and how much memory it needs."""
+"""How fast a run trains and its data load, and how much memory it needs."""
 
 import math
 import resource
 import time
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 from common.group.collectives import gather
 from common.group.devices import synchronize
@@ -54,3 +60,32 @@ def peak_memory_bytes(devices: list[torch.device]) -> list[int]:
     own = [torch.cuda.max_memory_allocated(gpu) for gpu in devices if gpu.type == "cuda"]
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return [peak for peaks in gather(own or [resident]) for peak in peaks]
+
+
+def samples_per_s(
+    make_loader: Callable[[], DataLoader[Any]], device: torch.device, limit_s: float = math.inf
+) -> float:
+    """Speed of loading batches and copying them to the device, with nothing else to do.
+
+    The clock starts when the loading processes run, because they start once per run, but before
+    they have loaded anything.
+
+    Args:
+        make_loader: makes the DataLoader to measure. Its loading processes must outlive an
+            iteration.
+        device: where the batches go.
+        limit_s: stop after this time [s].
+    """
+    with warnings.catch_warnings():  # the sweep tries more processes than there are cores
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+        loader = make_loader()
+        next(iter(loader))
+        iterator = iter(loader)  # drops the batches that were loaded ahead
+        count, start_s = 0, time.perf_counter()
+        for batch in iterator:
+            parts = (part for part in tree_leaves(batch) if isinstance(part, Tensor))
+            count += max(len(part.to(device, non_blocking=True)) for part in parts)
+            if time.perf_counter() - start_s > limit_s:
+                break
+        synchronize(device)
+        return count / (time.perf_counter() - start_s)

@@ -15,11 +15,13 @@ LAUNCHED = {
     "ranks": "one process per device, started by this command, torchrun, srun or mpirun",
     "spawn": "one process per device, started by the recipe itself, torchrun, srun or mpirun",
     "one": "one process that drives its devices itself",
-    "stages": "one process, or one process per stage: --schedule decides",
+    "stages": "one process per copy of the model, or one per stage: --schedule decides",
 }
 """The values of LAUNCHED in recipes/NAME/__init__.py, and their meanings."""
 
 COMMANDS = {
+    "predict RUN INPUT": "the classes of images, by the model that folder RUN holds",
+    "evaluate RUN": "the exact evaluation of a finished run, on its held-out or other samples",
     "doctor": "what on this machine would stop a run, and what to do about it",
     "sample RUN": "write text with the model of a run of fsdp",
     "reproduce RUN": "run the training of folder RUN again: is the result the same?",
@@ -48,7 +50,7 @@ def main() -> int:
         for command, line in COMMANDS.items():
             print(f"  {command:<20} {line}")
         return 0
-    if name in ("reproduce", "doctor", "sample"):
+    if name in {command.split()[0] for command in COMMANDS}:
         return int(import_module(f"tools.{name}").main(arguments))
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)

@@ -4,7 +4,7 @@
 # before they call srun, which gives each task its own.
 # shellcheck shell=bash
 for name in RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK MPI_LOCALRANKID MPI_LOCALNRANKS \
-    RECIPES_ERRORS RECIPES_PARENT RECIPES_LISTEN_FD RECIPES_COMMAND \
+    RECIPES_ERRORS RECIPES_MESSAGES RECIPES_PARENT RECIPES_LISTEN_FD RECIPES_COMMAND \
     "${!TORCHELASTIC_@}" "${!OMPI_COMM_WORLD_@}" "${!PMI_@}" "${!PMIX_@}"; do
     [[ -z ${!name:-} ]] || echo "ignored, because it comes from the shell that submitted this job: $name=${!name}"
     unset "$name"

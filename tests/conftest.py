@@ -20,7 +20,11 @@ from tests.pool import Pool
 ROOT = Path(__file__).resolve().parents[1]
 
 OTHER_NCCL = "int ncclGetVersion(int *version) { *version = 21803; return 0; }"
-OLD_DRIVER = "int cuDriverGetVersion(int *version) { *version = 12040; return 0; }"
+OLD_DRIVER = """
+int cuDriverGetVersion(int *version) { *version = 12040; return 0; }
+int cuInit(unsigned flags) { return 0; }
+int cuDeviceGetCount(int *count) { *count = 1; return 0; }
+"""
 
 # With the variables of a launcher around the tests, every recipe would think that it is a rank.
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "OMPI_", "PMI", "RECIPES_")

@@ -3,9 +3,13 @@
 import contextlib
 import io
 import json
+import os
 import re
+import shutil
 import socket
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -15,8 +19,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies
 
-from common.training.models import ModelOptions, build_model
-from tests.conftest import ROOT, Recipe
+from common.data.image_folder import list_images
+from common.errors import InputError
+from common.training.models import ModelOptions, build_model, load_matching
+from tests.conftest import ROOT, Recipe, need_root
 from tests.pool import Pool, call_main
 from tests.test_data import faulty_folder, flowers
 from tests.test_snapshot import Harmless
@@ -113,6 +119,15 @@ def test_inputs_that_cannot_work(pool: Pool, tmp_path: Path) -> None:
     torch.save({"other.weight": torch.zeros(1)}, tmp_path / "other.pt")
     torch.save({"fc.weight": Harmless(tmp_path / "code ran")}, tmp_path / "crafted.pt")
     (tmp_path / "file").write_text("")
+    unusable = {
+        "nan": torch.tensor([float("nan")] * 10),
+        "sparse": torch.zeros(10).to_sparse(),
+        "meta": torch.zeros(10, device="meta"),
+        "complex": torch.zeros(10, dtype=torch.complex64),
+    }
+    for name, value in unusable.items():
+        torch.save({"fc.bias": value}, tmp_path / f"{name}.pt")
+    torch.save({0: torch.zeros(10)}, tmp_path / "integers.pt")
     for options, says in (
         (["--data", "imagefolder", "--data-path", tmp_path / "none"], "is not a folder"),
         (["--data", "cifar10", "--data-path", tmp_path], "--download"),
@@ -120,14 +135,71 @@ def test_inputs_that_cannot_work(pool: Pool, tmp_path: Path) -> None:
         (["--weights", tmp_path / "text.pt"], "not a weights file"),
         (["--weights", tmp_path / "other.pt"], "no entry"),
         (["--weights", tmp_path / "crafted.pt"], "not a weights file"),
+        (["--weights", tmp_path / "integers.pt"], "integers.pt holds no state_dict"),
         (["--resume", tmp_path / "none.pt"], "is not a file"),
         (["--global-batch-size", "2000"], "more than the 1437 samples"),
         (["--norm", "batch", "--sync-bn"], "SyncBatchNorm refuses CPUs"),
         (["--sync-bn", "--accumulate", "2"], "but --accumulate computes it in parts"),
     ):
         assert_refused(pool, says, "--output-dir", tmp_path / "run", *options)
+    for name in unusable:
+        weights, says = tmp_path / f"{name}.pt", f"{name}.pt: fc.bias is .*not finite"
+        assert_refused(pool, says, "--weights", weights, "--output-dir", tmp_path / "run")
     assert_refused(pool, "cannot be written", "--output-dir", tmp_path / "file" / "below")
+    assert_refused(
+        pool, "choose a shorter path", "--output-dir", Path("x" * 200, *["x" * 200] * 19)
+    )
     assert not (tmp_path / "code ran").exists()
+
+
+@contextlib.contextmanager
+def as_user(number: int) -> Iterator[None]:
+    os.setresuid(number, number, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)
+
+
+def test_what_may_not_be_read_is_named_with_its_group() -> None:
+    """In a container, --user drops the groups that a login has."""
+    need_root()
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        root.chmod(0o755)
+        photos, weights = flowers(root / "photos"), root / "weights.pt"
+        torch.save({}, weights)
+        nested = photos / "tulip" / "more"
+        nested.mkdir()
+        (photos / "tulip" / ".hidden").mkdir(mode=0o700)
+        shutil.copy(next((photos / "tulip").glob("*.jpg")), nested / "more.jpg")
+        model = build_model(ModelOptions(), channels=1, classes=10)
+
+        def images() -> None:
+            _, files, _, _ = list_images(photos, seed=0)
+            assert len(files) == 21
+
+        with as_user(12345):
+            images()
+        for closed, read in (
+            (root, images),
+            (photos, images),
+            (photos / "tulip", images),
+            (nested, images),
+            (weights, lambda: load_matching(model, weights)),
+            (root, lambda: load_matching(model, weights)),
+        ):
+            mode = closed.stat().st_mode
+            os.chown(closed, 0, 54321)
+            closed.chmod(0o750)
+            with as_user(12345), pytest.raises(InputError) as refused:
+                read()
+            closed.chmod(mode)
+            assert re.search(
+                rf"^--(data-path|weights) {root}/.*cannot be read: {closed} belongs to user 0, "
+                r"group 54321, and you are user 12345: .*give --group-add 54321$",
+                str(refused.value),
+            )
 
 
 def test_what_a_run_went_on_with_and_what_it_was_before_are_both_kept(

@@ -157,10 +157,15 @@ def test_the_same_options_give_the_same_weights(
     "launcher",
     [
         "torch.distributed.run -m recipes.ddp_launch.train",
-        "torch.distributed.run recipes/ddp_launch/train.py",
-        "torch.distributed.run -m recipes.ddp_spawn.train",
         "torch.distributed.launch recipes/ddp_launch/train.py",
-        "torch.distributed.launch --use_env -m recipes.ddp_launch.train",
+        *(
+            pytest.param(launcher, marks=pytest.mark.slow)
+            for launcher in (
+                "torch.distributed.run recipes/ddp_launch/train.py",
+                "torch.distributed.run -m recipes.ddp_spawn.train",
+                "torch.distributed.launch --use_env -m recipes.ddp_launch.train",
+            )
+        ),
     ],
 )
 def test_under_torchs_launchers(recipe: Recipe, reference: Result, launcher: str) -> None:
@@ -209,6 +214,12 @@ BEFORE_THEY_MEET = {
         "--device cuda",
         r"rank 1 on \S+: --device cuda, but this process sees no",
     ),
+    "all options, torchrun": (
+        "torch.distributed.run --no-python --nproc-per-node 2 --master-port 29512",
+        "--epocs 3",
+        "",
+        r"Unrecognized options: --epocs, 3 \(perhaps",
+    ),
     "its options": ("mpirun", "", "--epocs 3", r"rank 1 on \S+: Unrecognized options: --epocs, 3"),
     "all options": ("mpirun", "--epocs 3", "", r"Unrecognized options: --epocs, 3 \(perhaps"),
 }
@@ -233,6 +244,7 @@ def test_what_ranks_find_before_they_meet_is_shown_once(recipe: Recipe, what: st
     assert result.status != 0
     assert len(result.errors) == 1, result.stderr
     assert re.match(f"error: {says}", result.errors[0])
+    assert "InputError" not in result.stderr, "torchrun shows no traceback of it"
 
 
 def test_an_option_is_refused_in_plain_letters_on_a_terminal(recipe: Recipe) -> None:
@@ -242,6 +254,7 @@ def test_an_option_is_refused_in_plain_letters_on_a_terminal(recipe: Recipe) -> 
     assert said.startswith("error: Unrecognized options: --epocs, 3 (perhaps you meant --epochs)")
 
 
+@pytest.mark.slow
 def test_started_as_a_file(recipe: Recipe, reference: Result) -> None:
     for name in ("ddp_launch", "ddp_spawn"):
         folder = recipe.tmp_path / name
@@ -284,7 +297,11 @@ def ranks_of(parent: int) -> dict[int, int]:
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [("ddp_launch", "SIGTERM"), ("ddp_launch", "SIGUSR1"), ("ddp_spawn", "SIGUSR2")],
+    [
+        ("ddp_launch", "SIGTERM"),
+        pytest.param("ddp_launch", "SIGUSR1", marks=pytest.mark.slow),
+        pytest.param("ddp_spawn", "SIGUSR2", marks=pytest.mark.slow),
+    ],
 )
 def test_asked_to_stop(recipe: Recipe, reference: Result, name: str, number: str) -> None:
     command = recipe.command(name, *OPTIONS, "--num-workers", "1")
@@ -304,6 +321,7 @@ def test_asked_to_stop(recipe: Recipe, reference: Result, name: str, number: str
     assert result.summary["resumed_from"] == at
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_whole_session_spares_the_loading_processes(
     recipe: Recipe, reference: Result
 ) -> None:
@@ -317,6 +335,7 @@ def test_a_signal_to_the_whole_session_spares_the_loading_processes(
     assert_same(recipe.finish(recipe.start(*command), recipe.tmp_path / "run"), reference)
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_rank_that_dies_once(recipe: Recipe, reference: Result) -> None:
     folder = recipe.tmp_path / "run"
     process = recipe.start(
@@ -409,6 +428,7 @@ def test_make_help_is_the_default_goal_and_diff_ddp_is_short(recipe: Recipe) -> 
     assert 10 < len(changed) < 70, "a newcomer reads it in a minute"
 
 
+@pytest.mark.slow
 def test_images_are_verified_once_and_loaded_on_the_cores_that_are_left(recipe: Recipe) -> None:
     root = flowers(recipe.tmp_path / "photos")
     options = (

@@ -359,9 +359,11 @@ def served(folder: Path) -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/"
+        finally:  # a failed test would hang at its end
+            server.shutdown()
+            thread.join()
 
 
 def test_fashion_mnist_is_downloaded_on_request_only(

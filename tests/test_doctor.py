@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common import driver
 from common.launch.ranks import Ranks
 from tests.conftest import (
     OLD_DRIVER,
@@ -207,12 +208,84 @@ def test_a_clock_before_this_code(where: Where, monkeypatch: pytest.MonkeyPatch)
 def test_gpus_in_use_and_apart(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: torch's answers about two GPUs are simulated."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(driver, "usable_gpus", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda n: ((10, 80)[n] * 2**30, 80 * 2**30))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _a, _b: False)
     busy, apart = unwell(doctor.devices(where))
     assert busy == ("warning", "cuda:0 GPU, 10 of 80 GiB free")
     assert apart == ("warning", "no peer access between GPUs 0-1")
+
+
+def test_a_gpu_that_fails_does_not_hide_the_others(
+    where: Where, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU: torch's answers about three GPUs are simulated, in the words of CUDA."""
+
+    def memory(number: int) -> tuple[int, int]:
+        if number == 1:
+            raise torch.AcceleratorError(
+                "CUDA error: CUDA-capable device(s) is/are busy or unavailable\n"
+                "Search for `cudaErrorDevicesUnavailable' in https://docs.nvidia.com/cuda/"
+            )
+        return 80 * 2**30, 80 * 2**30
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(driver, "usable_gpus", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: 1 not in (a, b))
+    first, failed, last = doctor.devices(where)
+    assert first.found == "cuda:0 GPU, 80 of 80 GiB free"
+    assert last.found == "cuda:2 GPU, 80 of 80 GiB free"
+    busy = "cuda:1 CUDA error: CUDA-capable device(s) is/are busy or unavailable"
+    assert (failed.state, failed.found) == ("error", busy)
+    assert "exclusive mode" in failed.fix
+
+
+def test_gpus_of_the_host_that_a_container_was_not_given(
+    where: Where, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/proc/driver/nvidia is simulated."""
+    if driver.gpu_files():
+        pytest.skip("this host has GPUs")
+    monkeypatch.setattr(doctor, "HOST_GPUS", tmp_path)
+    assert [one.state for one in doctor.devices(where)] == ["ok"], "a host without GPUs"
+    (tmp_path / "0000:1b:00.0").mkdir()
+    (found,) = doctor.devices(where)
+    assert found.state == "warning"
+    assert "this host has 1 GPUs, but none under /dev" in found.found
+    assert "--gpus all" in found.fix
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert [one.state for one in doctor.devices(where)] == ["ok"], "none are wanted"
+
+
+def test_gpus_in_mig_mode(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML's and CUDA's answers are simulated."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(driver, "usable_gpus", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "MIG 1g.5gb")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (5 * 2**30, 5 * 2**30))
+    mig, only = doctor.devices(where)
+    assert mig.found == "8 GPUs, but a process can use only 1: MIG mode is on"
+    assert "CUDA_VISIBLE_DEVICES=MIG-" in mig.fix
+    assert only.found.startswith("cuda:0 MIG 1g.5gb")
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # pytest has threads here
+def test_the_process_that_looks_at_the_gpus_has_ended_before_the_all_reduce(
+    where: Where, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def examined_by(_where: Where) -> Iterator[Finding]:
+        yield Finding("ok", str(os.getpid()))
+
+    monkeypatch.setattr(doctor, "CHECKS", (examined_by,))
+    ((about, one),) = doctor.examine_in_child(where)
+    assert about == "examined by"
+    assert int(one.found) != os.getpid()
+    assert not Path("/proc", one.found).exists()
+    monkeypatch.setattr(doctor, "CHECKS", (lambda _: os._exit(1),))
+    assert doctor.examine_in_child(where)[0][1].state == "error", "a driver that crashes"
 
 
 def test_limits_are_those_of_this_process(where: Where) -> None:

@@ -1,8 +1,17 @@
 """The table of known failures: real messages, and the advice that belongs to them."""
 
-import pytest
+import ctypes
+import mmap
+from typing import Any
 
-from common.launch import hints
+import pytest
+import torch
+from torch.distributed import DistBackendError
+
+from common import hints
+from common.launch.ranks import Ranks
+from common.launch.report import _error_line
+from common.stack import mapped_libraries
 
 # As torch 2.15, gloo, NCCL and the kernel say it.
 MESSAGES = [
@@ -74,6 +83,39 @@ MESSAGES = [
     ),
     ("rank 1 on n1 was killed by SIGKILL", "half the --global-batch-size"),
     ("rank 1 on n1 was killed by SIGABRT", "TORCH_DISTRIBUTED_DEBUG=DETAIL"),
+    ("rank 1 on n1 was killed by SIGBUS", "--shm-size=8g"),
+    ("rank 1 on n1 was killed by SIGSEGV", "PYTHONFAULTHANDLER=1"),  # NVIDIA/nccl#2106
+    (
+        "RuntimeError: Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions "
+        "before calling NumCudaDevices() that might have already set an error? Error 802: system "
+        "not yet initialized",  # pytorch#35710
+        "systemctl start nvidia-fabricmanager",
+    ),
+    (
+        "RuntimeError: Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions "
+        "before calling NumCudaDevices() that might have already set an error? Error 803: system "
+        "has unsupported display driver / cuda driver combination",  # nvidia-docker#1256
+        "reboot the host",
+    ),
+    ("Error 804: forward compatibility was attempted on non supported HW", "leave cuda-compat out"),
+    (
+        "RuntimeError: CUDA unknown error - this may be due to an incorrectly set up environment, "
+        "e.g. changing env variable CUDA_VISIBLE_DEVICES after program start. Setting the "
+        "available devices to be zero.",
+        "nvidia_uvm",
+    ),
+    ("CUDA error 999: unknown error", "nvidia_uvm"),
+    ("AcceleratorError: CUDA error: unknown error", "nvidia_uvm"),
+    ("CUDA error 34: CUDA driver is a stub library", "not CUDA's folder stubs"),
+    ("AcceleratorError: CUDA error: all CUDA-capable devices are busy or unavailable", "MIG mode"),
+    (
+        "AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy or unavailable",
+        "exclusive mode",
+    ),
+    ("CUDA error: no kernel image is available for execution on the device", "STACK=cu128"),
+    ("CUDA error 100: no CUDA-capable device is detected", "check CUDA_VISIBLE_DEVICES"),
+    ("the driver's libcuda.so.1 is not found", "--gpus all"),
+    ("this process may not open /dev/nvidia0 (CUDA error 999: unknown error)", "daemon-reload"),
     ("invalid choice 'cuda:1' for argument '--device'", "CUDA_VISIBLE_DEVICES"),
     ("Unrecognized options: --batch-size, 32", "--global-batch-size"),
     ("Unrecognized options: --use_syncbn", "--sync-bn"),
@@ -83,13 +125,155 @@ MESSAGES = [
 ]
 
 
+# NCCL's message in the library, what fills it, and its advice. NCCL 2.27.5, 2.28.9 and 2.30.7 have
+# all of them, unless a version is given.
+NCCL: list[tuple[str, tuple[Any, ...], str]] = [
+    (
+        "Error while %s shared memory segment %s (size %ld), error: %s (%d)",
+        ("creating", "/dev/shm/nccl-WU88OE", 9637888, "No space left on device", 28),
+        "--shm-size=8g",
+    ),
+    (
+        "Error: failed to extend %s to %ld bytes, error: %s (%d)",
+        ("/dev/shm/nccl-WU88OE", 9637892, "No space left on device", 28),
+        "--shm-size=8g",
+    ),
+    (
+        "Error: failed to create shared memory file %s, error %s (%d)",
+        ("/dev/shm/nccl-XXXXXX", "Permission denied", 13),
+        "able to write",
+    ),
+    (
+        "Error while %s shared memory segment %s (size %ld), error: %s (%d)",
+        ("attaching to", "/dev/shm/nccl-", 0, "No such file or directory", 2),
+        "NCCL_CUMEM_HOST_ENABLE=0, or in a container add --cap-add SYS_NICE",
+    ),
+    ("Call to ibv_reg_mr failed with error %s", ("Cannot allocate memory",), "memlock=-1"),
+    ("Call to ibv_reg_mr_iova2 failed with error %s", ("Cannot allocate memory",), "memlock=-1"),
+    ("Call to ibv_create_cq failed with error %s", ("Cannot allocate memory",), "memlock=-1"),
+    ("Call to ibv_open_device failed", (), "--device /dev/infiniband"),
+    ("NET/IB : Unable to open device %s", ("mlx5_0",), "--device /dev/infiniband"),
+    (
+        "Call to ibv_modify_qp failed with %d %s, %s",
+        (110, "Connection timed out", "on dev mlx5_0:1"),
+        "NCCL_IB_GID_INDEX",
+    ),
+    (
+        "Duplicate GPU detected : rank %d and rank %d both on CUDA device %lx",  # up to 2.28.9
+        (1, 0, 0x1B000),
+        "one process per GPU",
+    ),
+    (
+        "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to "
+        "enable this configuration.",  # from 2.30.7 on
+        (),
+        "one process per GPU",
+    ),
+    (
+        "Mismatched NCCL version detected : rank %d version %d rank %d version %d",
+        (0, 23007, 1, 22809),
+        "the same image",
+    ),
+    (
+        "Failed to bind NVLink SHARP (NVLS) Multicast memory of size %ld : CUDA error %d '%s'.",
+        (2097152, 801, "operation not supported"),
+        "NCCL_NVLS_ENABLE=0",
+    ),
+    (
+        "MNNVL (cliqueSize %d) is available but not working on this system. Check the IMEX",
+        (4,),
+        "NCCL_MNNVL_ENABLE=0",
+    ),
+    (
+        "Could not enable P2P between dev %d(=%lx) and dev %d(=%lx)",
+        (0, 0x1B000, 1, 0x3E000),
+        "NCCL_P2P_DISABLE=1",
+    ),
+    ("Cuda failure %d '%s'", (217, "peer access is not supported between"), "NCCL_P2P_DISABLE=1"),
+    ("Bootstrap : no socket interface found", (), "NCCL_SOCKET_IFNAME"),
+    (
+        "connect to %s returned %s, exceeded error retry count",
+        ("10.0.0.2<4567>", "No route to host"),
+        "a firewall",
+    ),
+    ("Connection closed by remote peer %s", ("n2<4567>",), "look for its error"),
+    (
+        "NET/IB: Got completion from peer %s with status=",
+        ("10.0.0.2<4567>",),
+        "look for its error",
+    ),
+    (
+        "NET/Socket : peer %s message truncated : receiving %d bytes instead of %d",
+        ("10.0.0.2<4567>", 8, 4),
+        "different collectives",
+    ),
+    ("Cuda failure %d '%s'", (2, "out of memory"), "half the --global-batch-size"),
+    ("Failed to CUDA malloc %ld bytes", (4194304,), "half the --global-batch-size"),
+    ("Cuda failure %d '%s'", (802, "system not yet initialized"), "nvidia-fabricmanager"),
+    ("Cuda failure %d '%s'", (999, "unknown error"), "nvidia_uvm"),  # pytorch#170045
+    ("Failed to load CUDA driver!", (), "--gpus all"),
+]
+
+
+def from_nccl(said: str) -> Exception:
+    """An error of NCCL as torch raises it."""
+    return DistBackendError(
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, unhandled system "
+        "error (run with NCCL_DEBUG=INFO for details), NCCL version 2.30.7\nncclSystemError: "
+        "System call (e.g. socket, malloc) or external library call failed or device error. \n"
+        f"Last error:\n{said}"
+    )
+
+
+@pytest.mark.parametrize(("text", "filled", "advice"), NCCL)
+def test_what_nccl_says_is_shown_whole_with_its_advice(
+    text: str, filled: tuple[Any, ...], advice: str
+) -> None:
+    said = text % filled
+    line = _error_line(from_nccl(said), Ranks())
+    assert f": NCCL: {said}: " in line
+    assert advice in line.partition(said)[2]
+
+
+def test_these_are_the_texts_of_the_pinned_nccl() -> None:
+    loaded, number = mapped_libraries("libnccl.so"), ctypes.c_int()
+    if not loaded:
+        pytest.skip(f"torch {torch.__version__} loads no NCCL")
+    ctypes.CDLL(str(loaded[0])).ncclGetVersion(ctypes.byref(number))
+    if number.value not in (22705, 22809, 23007):
+        pytest.skip(f"NCCL {number.value} is not pinned")
+    other = "Duplicate GPU" if number.value == 23007 else "Multiple Ranks"
+    with loaded[0].open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code:
+        missing = [text for text, _, _ in NCCL if code.find(text.encode()) < 0]
+    assert [text[: len(other)] for text in missing] == [other]
+
+
+def test_an_error_of_nccl_without_a_last_error_is_not_cut_in_a_word() -> None:
+    line = _error_line(from_nccl(""), Ranks())
+    assert "ncclSystemError: System call (e.g. socket, malloc) or external library call" in line
+    assert "NCCL_SOCKET_IFNAME" in line
+
+
+def test_an_error_of_cuda_is_shown_without_torchs_advice_for_developers() -> None:
+    said = (
+        "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nSearch for "
+        "`cudaErrorDevicesUnavailable' in https://docs.nvidia.com/cuda/cuda-runtime-api/ for more "
+        "information.\nCUDA kernel errors might be asynchronously reported at some other API call, "
+        "so the stacktrace below might be incorrect.\nFor debugging consider passing "
+        "CUDA_LAUNCH_BLOCKING=1"
+    )
+    line = _error_line(torch.AcceleratorError(said), Ranks())
+    assert ": CUDA error: CUDA-capable device(s) is/are busy or unavailable: another proc" in line
+
+
 @pytest.mark.parametrize(("message", "advice"), MESSAGES)
 def test_known_failures_have_their_advice(message: str, advice: str) -> None:
     assert advice in hints.hint(message)
 
 
 def test_every_line_of_the_table_is_met() -> None:
-    met = {hints.hint(message) for message, _ in MESSAGES}
+    texts = [message for message, _ in MESSAGES]
+    met = {hints.hint(message) for message in texts + [text % filled for text, filled, _ in NCCL]}
     assert len(met) == len(hints._TABLE)
 
 

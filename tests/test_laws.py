@@ -172,7 +172,7 @@ FREE = {
     "best_by",
     *("device", "backend", "timeout_s", "max_steps", "global_batch_size", "batch_size_per_rank"),
     *("data_path", "download", "verify_images", "num_workers", "pin_memory"),
-    *("lesson", "timeline", "memory_budget"),
+    *("lesson", "show", "timeline", "memory_budget"),
     *("shard", "replicas", "tensor_parallel", "reshard_after_forward", "recompute", "dry_run"),
 }
 """Options that may change on resume. The identity holds the data's fingerprint and the whole batch

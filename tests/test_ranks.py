@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common import driver
 from common.errors import InputError
 from common.group.devices import choose_backend, choose_device
 from common.launch.ranks import Ranks, expand_tasks_per_node, first_host, resolve
@@ -273,7 +274,8 @@ def test_contradictions_are_clear_errors(env: dict[str, str], says: str) -> None
 
 @pytest.fixture
 def see_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Let torch see so many GPUs."""
+    """Let torch see so many GPUs, and the driver, if there is one, none other."""
+    monkeypatch.setattr(driver, "usable_gpus", lambda: None)
     return lambda count: monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
 

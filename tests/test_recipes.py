@@ -1,6 +1,7 @@
 """Laws of the recipes of one process and of pipelines; each one's command line at the end."""
 
 import json
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -8,7 +9,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,23 +19,37 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from common import driver
+from common.data.datasets import DataOptions, digits_data
 from common.data.stream import Key, Samples, make_loader
-from common.data.workers import done, recommend, samples_per_s
+from common.data.workers import done, recommend
 from common.errors import InputError
 from common.files import weights_sha256
+from common.group import rendezvous
 from common.group.devices import choose_devices
 from common.launch.ranks import Ranks
 from common.run.options import RunOptions
+from common.throughput import samples_per_s
 from common.training.models import ModelOptions, build_model, load_matching
 from recipes.checkpoint_rnn import adding as rnn
+from recipes.checkpoint_rnn import plan
 from recipes.checkpoint_rnn.plan import search
 from recipes.dp_scratch import train as dp_scratch
 from recipes.dp_scratch.lenet import initialize
+from recipes.dp_scratch.lesson import show_diversity
 from recipes.model_parallel_toy import train as parallel
 from recipes.model_parallel_toy.pipeline import Pipeline
-from recipes.model_parallel_toy.split import ParallelOptions, Split, cut
-from recipes.tune_loader import train as tune_loader
-from recipes.tune_loader.streams import make_stream_loader
+from recipes.model_parallel_toy.split import (
+    LAYERS,
+    ParallelOptions,
+    Split,
+    WholeModelOptions,
+    build,
+    cut,
+    devices_of_copy,
+    generated_points,
+)
+from recipes.tune_loader.streams import make_item_loader, make_stream_loader
 from tests.conftest import ROOT, Recipe
 from tests.pool import Pool, call_main, in_group
 from tests.test_bad_input import assert_refused
@@ -106,6 +122,35 @@ def test_without_the_all_reduce_the_copies_drift_apart(monkeypatch: pytest.Monke
     assert largest_difference(first, second) > 1e-4
 
 
+def test_show_prints_what_each_device_holds_before_and_after(pool: Pool, tmp_path: Path) -> None:
+    options = ["--show", "--devices", "cpu", "cpu", "cpu", "--output-dir", str(tmp_path / "run")]
+    ((status, printed, said),) = pool.run(call_main, 1, "dp_scratch", options)
+    assert status == 0, said
+    assert not (tmp_path / "run").exists(), "it trains nothing"
+    steps = re.split(r"(?m)^(?=before|after|the gradient)", printed)[1:]
+    held = [[json.loads(line) for line in re.findall(r"\[.*\]", step)] for step in steps]
+    (batch,), parts, gradients, sums, (whole,) = held
+    assert [row for part in parts for row in part] == batch, "the parts are the batch, in its order"
+    assert [len(part) for part in parts] == [3, 2, 2]
+    assert gradients == [[sum(column) for column in zip(*part, strict=True)] for part in parts]
+    assert sums == [whole] * 3 == [[sum(column) for column in zip(*batch, strict=True)]] * 3
+
+
+def test_a_larger_batch_of_copies_brings_nothing(tmp_path: Path) -> None:
+    train = digits_data(DataOptions(image_size=28), 0).train
+
+    def load(size: int) -> Any:
+        loaded = train.__getitems__([(0, index) for index in range(size)])
+        return SimpleNamespace(samples=256), [loaded], None
+
+    torch.manual_seed(0)
+    show_diversity(dp_scratch.Replicas(initialize(torch.float32), [CPU]).copies[0], load, tmp_path)
+    found = json.loads((tmp_path / "diversity.json").read_text())
+    different, copied = found["different samples"], found["one sample copied"]
+    assert different["1"] < different["8"] - 0.2 < different["64"] - 0.4 < 0.6
+    assert list(copied.values()) == pytest.approx([different["1"]] * 3, abs=1e-5)
+
+
 # model_parallel_toy
 
 
@@ -146,6 +191,40 @@ def test_split_and_micro_batches_give_the_whole_models_gradients(
     split = Split(cut(model, stages, inputs[:1]), [CPU] * stages, micro_batches)
     assert split.backward(inputs, labels).item() == pytest.approx(loss, rel=1e-12)
     assert largest_difference(gradients(model), expected) < 1e-10
+
+
+def split_copies(ranks: Ranks, micro_batches: int) -> tuple[float, dict[str, Tensor]]:
+    """The mean loss of all copies, and this copy's gradients; two stages in each process."""
+    model, (inputs, labels) = chain(), batch()
+    stages = cut(model, 2, inputs[:1])
+    split = Split(stages, [CPU] * 2, micro_batches, copies=ranks.world_size)
+    share = slice(ranks.rank, None, ranks.world_size)
+    loss = split.backward(inputs[share], labels[share])
+    torch.distributed.all_reduce(loss)
+    return loss.item() / ranks.world_size, gradients(model)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_copies_of_a_split_model_average_to_the_whole_models_gradients(
+    pool: Pool, micro_batches: int
+) -> None:
+    loss, expected = whole_gradients()
+    for copies in (2, 4):
+        for found, own in pool.run(in_group, copies, split_copies, micro_batches):
+            assert found == pytest.approx(loss, rel=1e-12)
+            assert largest_difference(own, expected) < 1e-10
+
+
+def test_copies_on_one_host_take_its_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    def devices(gpus: int, copies: int) -> list[list[str]]:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        all_ranks = [Ranks(rank, rank, copies, copies) for rank in range(copies)]
+        found = [devices_of_copy(ParallelOptions(), "auto", ranks) for ranks in all_ranks]
+        return [list(map(str, own)) for own in found]
+
+    assert devices(gpus=4, copies=2) == [["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]]
+    assert devices(gpus=2, copies=2) == [["cuda:0"] * 2, ["cuda:1"] * 2]
+    assert devices(gpus=0, copies=2) == [["cpu"] * 2] * 2
 
 
 def piped(
@@ -197,6 +276,9 @@ def test_the_cut_balances_the_work() -> None:
     assert torch.equal(stages[1].eval()(stages[0].eval()(images)), model(images))
     with pytest.raises(InputError, match="more than the 19 layers"):
         cut(model, 20, images)
+    with pytest.raises(InputError, match="more than the 2 layers"):
+        cut(build(WholeModelOptions(), generated_points(0)), 3, torch.zeros(1, 10))
+    assert LAYERS == {"toy": 2, "resnet50": 19}, "what is refused before a process starts"
 
 
 # checkpoint_rnn
@@ -252,6 +334,32 @@ def test_the_search_takes_the_fastest_that_fits_and_knows_the_least() -> None:
     assert 1 not in {f["segments"] for f in everything}, "memory ran out there"
 
 
+@pytest.mark.parametrize(
+    ("said", "ran_out"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+    ],
+)
+def test_only_a_lack_of_memory_is_taken_for_one(
+    monkeypatch: pytest.MonkeyPatch, said: str, ran_out: bool
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(plan, "train_step", fail)
+    monkeypatch.setattr(plan, "set_determinism", lambda **_: None)  # it is the tests' own
+    monkeypatch.setattr(plan, "seed_everything", lambda *_: None)
+    sizes = rnn.SequenceOptions(length=8, train_samples=2), rnn.RecurrentOptions(2), RunOptions()
+    if ran_out:
+        assert plan.step_cost(*sizes, 2, CPU, 2) is None
+    else:
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            plan.step_cost(*sizes, 2, CPU, 2)
+
+
 # dp_resnet50
 
 
@@ -273,6 +381,7 @@ def test_an_unpacked_dataparallel_checkpoint_predicts_the_same_on_a_cpu(tmp_path
 def test_devices_are_taken_as_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(gpus: int, given: Any, device: str, **more: int) -> list[str]:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(driver, "usable_gpus", lambda: None)
         return [str(found) for found in choose_devices(given, device, **more)]
 
     def chosen(device: str, ids: tuple[int, ...] | None, gpus: int) -> list[str]:
@@ -341,36 +450,44 @@ def test_interrupted_and_resumed_is_uninterrupted(pool: Pool, tmp_path: Path, na
     assert not any(key.startswith("module.") for key in weights)
 
 
-def train_pipeline(ranks: Ranks, folder: Path, max_steps: int | None, data_parallel: int) -> None:
-    """model_parallel_toy as one rank of pipelines of two stages."""
+def train_pipeline(
+    ranks: Ranks, folder: Path, max_steps: int | None, data_parallel: int, schedule: Any = "1f1b"
+) -> None:
+    """model_parallel_toy as one rank of copies of two stages."""
     default = parallel.Config()
     parallel.train(
         parallel.Config(
             run=RunOptions(output_dir=folder),
             optimizer=replace(default.optimizer, epochs=2, max_steps=max_steps),
-            parallel=ParallelOptions(schedule="1f1b", data_parallel=data_parallel, timeline=False),
+            parallel=ParallelOptions(
+                schedule=schedule, data_parallel=data_parallel, timeline=False
+            ),
         ),
         ranks,
     )
 
 
-def test_an_interrupted_pipeline_resumes_every_stage(pool: Pool, tmp_path: Path) -> None:
-    pool.run(train_pipeline, 4, tmp_path / "whole", None, 2)
-    pool.run(train_pipeline, 4, tmp_path / "cut", 19, 2)
-    pool.run(train_pipeline, 4, tmp_path / "cut", None, 2)
+@pytest.mark.parametrize(("schedule", "processes"), [("1f1b", 4), ("micro", 2)])
+def test_an_interrupted_pipeline_resumes_every_stage(
+    pool: Pool, tmp_path: Path, schedule: str, processes: int
+) -> None:
+    pool.run(train_pipeline, processes, tmp_path / "whole", None, 2, schedule)
+    pool.run(train_pipeline, processes, tmp_path / "cut", 19, 2, schedule)
+    pool.run(train_pipeline, processes, tmp_path / "cut", None, 2, schedule)
     whole, cut = summary(tmp_path / "whole"), summary(tmp_path / "cut")
     assert cut["resumed_from"] == 19, "in the middle of the second epoch"
     assert cut["weights_sha256"] == whole["weights_sha256"]
     assert cut["val_correct"] == whole["val_correct"]
-    pool.run(train_pipeline, 2, tmp_path / "half", 19, 1)
+    pool.run(train_pipeline, processes // 2, tmp_path / "half", 19, 1, schedule)
     with pytest.raises(InputError, match="of another run"):
-        pool.run(train_pipeline, 4, tmp_path / "half", None, 2)
+        pool.run(train_pipeline, processes, tmp_path / "half", None, 2, schedule)
 
 
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
         ("model_parallel_toy", "--stages 3", "more than the 2 layers"),
+        ("model_parallel_toy", "--schedule gpipe --stages 99", "2 layers of --model toy"),
         (
             "model_parallel_toy",
             "--schedule micro --micro-batches 5 --global-batch-size 96",
@@ -380,7 +497,9 @@ def test_an_interrupted_pipeline_resumes_every_stage(pool: Pool, tmp_path: Path)
         ("model_parallel_toy", "--schedule 1f1b --stages 4 --micro-batches 2", "at least as many"),
         ("model_parallel_toy", "--devices cuda:7 cpu", "cuda:7 is not there"),
         ("model_parallel_toy", "--devices cpu", "1 --devices for 2 --stages"),
+        ("model_parallel_toy", "--devices cpu cpu --data-parallel 2", "leave it out with"),
         ("model_parallel_toy", "--nproc 2", "needs one process, whatever the number of devices"),
+        ("model_parallel_toy", "--data-parallel 2 --nproc 4", "needs 2 processes"),
         ("model_parallel_toy", "--schedule gpipe --nproc 3", "needs 2 processes"),
         ("dp_scratch", "--devices cpu cpu --global-batch-size 1", "less than 2 devices"),
         ("dp_scratch", "--devices cuda:9", "cuda:9 is not there"),
@@ -418,6 +537,7 @@ def as_two_tasks(ranks: Ranks, name: str) -> tuple[int, str, str]:
             ("MASTER_PORT", "29400"),
         ):
             patch.setenv(variable, value)
+        patch.setattr(rendezvous, "_REFUSAL_TIMEOUT_S", 1.0)  # the other task never comes
         return call_main(ranks, name, [])
 
 
@@ -428,6 +548,7 @@ def test_one_process_is_not_started_twice(pool: Pool) -> None:
     assert "started 2" in said
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_where_the_system_allows_no_more(recipe: Recipe) -> None:
     """A limit on the process (RLIMIT_DATA) under which the plain run dies, and auto trains."""
     options = (
@@ -503,21 +624,21 @@ def test_what_is_measured_is_loading_and_not_what_was_loaded_before() -> None:
     samples = Slow([(torch.zeros(1), 0)], [0] * 200, 0)
     epoch = [[(0, index) for index in range(start, start + 10)] for start in range(0, 200, 10)]
     for workers, ideal in ((0, 500), (2, 1000)):
-        for make in (make_loader, make_stream_loader):
+        for make in (make_loader, make_stream_loader, make_item_loader):
             speed = samples_per_s(partial(make, samples, epoch, num_workers=workers), CPU)
             assert 0 < speed <= ideal
 
 
-@pytest.mark.parametrize("style", ["map", "stream"])
-def test_tune_loader_measures_either_style(style: Literal["map", "stream"]) -> None:
-    tune = tune_loader.TuneOptions(
-        global_batch_size=32, samples=64, style=style, max_workers=1, rounds=2, device="cpu"
-    )
-    config = tune_loader.Config(tune=tune)
-    found, _ = in_group(Ranks(), lambda _: tune_loader.measure_settings(config, CPU))
+@pytest.mark.parametrize("style", ["map", "stream", "items"])
+def test_tune_loader_measures_every_style(pool: Pool, tmp_path: Path, style: str) -> None:
+    options = "--global-batch-size 32 --samples 64 --max-workers 1 --rounds 2 --device cpu --style"
+    arguments = [*options.split(), style, "--output-dir", str(tmp_path)]
+    ((status, _, said),) = pool.run(call_main, 1, "tune_loader", arguments)
+    assert status == 0, said
+    found = json.loads((tmp_path / "loader.json").read_text())
     assert (found["style"], found["samples"], found["pin_memory"]) == (style, 64, False)
     speeds = found["samples_per_s"]["pageable"]
-    assert {number: len(rounds) for number, rounds in speeds.items()} == {0: 2, 1: 2}
+    assert {number: len(rounds) for number, rounds in speeds.items()} == {"0": 2, "1": 2}
     assert all(speed > 0 for rounds in speeds.values() for speed in rounds)
 
 
@@ -547,12 +668,17 @@ def test_a_pipeline_through_the_front_door(recipe: Recipe) -> None:
         assert all(end <= start for (_, end), (start, _) in pairwise(own)), "one thing at a time"
     assert (result.folder / "timeline.png").stat().st_size > 5000
     whole = recipe("model_parallel_toy", *options[2:], folder="whole").assert_ok()
+    copies = ("--schedule", "micro", "--data-parallel", "2", *options[2:])
+    split = recipe("model_parallel_toy", *copies, folder="copies").assert_ok()
+    assert "world_size 2 (launcher: recipes)" in split.stdout
     for step, loss in whole.losses.items():
         assert result.losses[step] == pytest.approx(loss, rel=1e-4)
+        assert split.losses[step] == pytest.approx(loss, rel=1e-4)
+    assert split.summary["val_correct"] == whole.summary["val_correct"]
 
 
 def assert_record(folder: Path) -> None:
-    for file in ("config.json", "manifest.json", "metrics.jsonl", "class_indices.json"):
+    for file in ("config.json", "manifest.json", "metrics.jsonl"):
         assert (folder / file).is_file(), file
     assert list((folder / "snapshots").glob("step_*.pt"))
     assert list((folder / "tensorboard").iterdir())
@@ -560,6 +686,7 @@ def assert_record(folder: Path) -> None:
     assert weights_sha256(weights) == summary(folder)["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_compare_writes_a_table_and_a_figure(recipe: Recipe) -> None:
     result = recipe(
         "tune_loader", "--compare", "--compare-rounds", "1", "--max-workers", "1", "--samples", "64"
@@ -681,6 +808,8 @@ def test_make_run_with_its_defaults(recipe: Recipe, name: str, reaches: float | 
         assert "replicates nothing" in result.stdout
         assert "32 of 32 predictions the same" in result.stdout
     if name == "dp_scratch":
+        assert (folder / "diversity.json").is_file()
+        assert "one sample copied: batch 1 0." in result.stdout
         lesson = json.loads((folder / "lesson.json").read_text())
         assert all(c["32"][-1] > c["512"][-1] + 0.1 for c in lesson.values())
         assert (folder / "lesson.png").stat().st_size > 5000

@@ -12,15 +12,19 @@ import socket
 import time
 from pathlib import Path
 from threading import Timer
+from typing import Any
 
 import pytest
+import torch
 
 from common.errors import InputError, TrainingError
-from common.files import lock
+from common.files import lock, read_metrics
 from common.launch.ranks import Ranks
 from common.run.folder import Run
+from common.run.snapshot_files import list_snapshots, write
 from tests.conftest import ROOT, Recipe, Result, wait_for
 from tests.pool import Pool, call_main
+from tests.test_data import flowers
 
 SHORT = ("--nproc", "1", "--epochs", "2", "--snapshot-every", "7", "--log-every", "1")
 """28 steps of which each is logged, with a snapshot in the middle of each epoch."""
@@ -168,6 +172,111 @@ def test_metrics_that_are_cut_are_written_again(
         assert "metrics.jsonl" in said
 
 
+def put(where: dict[Any, Any], *path: Any) -> None:
+    """Set the entry at the place before the last word of `path`; None removes it."""
+    *outer, last, value = path
+    for name in outer:
+        where = where[name]
+    if value is None:
+        del where[last]
+    else:
+        where[last] = value
+
+
+ALTERED: dict[str, tuple[Any, ...]] = {
+    "no step": ("step", None),
+    "no part": ("optimizer", None),
+    "another part": ("scheduler", {}),
+    "another lr": ("identity", "lr", 7.0),
+    "no random state": ("ranks", 0, "rng", {}),
+    "more ranks": ("world_size", 2),
+    "a negative position": ("batch", -1),
+    "the loss as float32": ("ranks", 0, "loss_sum", torch.zeros(96)),
+    "no weight": ("model", "fc.bias", None),
+    "one more weight": ("model", "more", torch.zeros(1)),
+    "another shape": ("model", "fc.bias", torch.zeros(1)),
+    "another dtype": ("model", "fc.bias", torch.zeros(10, dtype=torch.float64)),
+    "no momentum": ("optimizer", "state", 0, None),
+    "momentum of another shape": ("optimizer", "state", 0, "momentum_buffer", torch.zeros(1)),
+}
+
+
+@pytest.fixture(scope="module")
+def stopped(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that ended after 20 of 28 steps; tests take copies."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    assert train(pool, folder, "--max-steps", "20")[0] == 0
+    return folder
+
+
+@pytest.mark.parametrize("how", ALTERED)
+def test_a_snapshot_with_other_content_is_named(
+    pool: Pool, stopped: Path, tmp_path: Path, how: str
+) -> None:
+    """Its checksum is right: somebody else, or other code, wrote it."""
+    folder = shutil.copytree(stopped, tmp_path / "run")
+    newest, older, *_ = list_snapshots(folder / "snapshots")
+    content = torch.load(newest, weights_only=True)
+    newest.unlink()
+    put(content, *ALTERED[how])
+    altered = write(newest.parent, 20, content)
+    before = contents(folder)
+    status, said = train(pool, folder)
+    assert (status, said.count("error:")) == (2, 1), said
+    assert str(altered) in said
+    assert "Traceback" not in said
+    assert {k: v for k, v in contents(folder).items() if k[:5] != "logs/"} == {
+        k: v for k, v in before.items() if k[:5] != "logs/"
+    }
+    altered.unlink()  # as the message says
+    assert train(pool, folder)[0] == 0
+    assert json.loads((folder / "summary.json").read_text())["resumed_from"] == int(
+        older.name[5:13]
+    )
+
+
+@pytest.mark.parametrize("name", ["class_indices.json", "manifest.json", "metrics.jsonl"])
+@pytest.mark.parametrize("how", ["cut", "deleted"])
+def test_a_finished_run_writes_lost_files_again(
+    pool: Pool, finished: Path, tmp_path: Path, name: str, how: str
+) -> None:
+    folder = shutil.copytree(finished, tmp_path / "run")
+    file = folder / name
+    file.write_bytes(file.read_bytes()[:-9])
+    if how == "deleted":
+        file.unlink()
+    status, said = train(pool, folder)
+    if (name, how) == ("metrics.jsonl", "deleted"):
+        assert status == 2
+        assert str(file) in said
+        return
+    assert status == 0, said
+    assert f"{name} is gone or damaged: it is written again" in said
+    assert sha(folder) == sha(finished)
+    assert steps(folder) == steps(finished)
+    assert [len(read_metrics(path)) for path in (folder, finished)] == [30, 30]
+    if name == "class_indices.json":
+        assert file.read_bytes() == (finished / name).read_bytes()
+    shutil.rmtree(folder / "snapshots")
+    file.unlink()
+    status, said = train(pool, folder)
+    assert status == 2, said
+    assert f"{name} is gone or damaged" in said
+
+
+def test_a_model_that_the_run_did_not_write_is_named(
+    pool: Pool, finished: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(finished, tmp_path / "run")
+    for content in (b"", b"of somebody else"):
+        (folder / "model.pt").write_bytes(content)
+        status, said = train(pool, folder)
+        assert status == 2
+        assert f"{folder / 'model.pt'} is not what the run wrote" in said
+        assert (folder / "model.pt").read_bytes() == content
+
+
+@pytest.mark.slow
 def test_ctrl_c_says_from_where_the_run_can_resume(recipe: Recipe) -> None:
     process = recipe.start(*recipe.command("ddp_launch", "--epochs", "300"))
     wait_for(lambda: list(recipe.tmp_path.glob("run/snapshots/*.pt")))
@@ -201,10 +310,45 @@ def test_training_goes_on_without_its_curves(recipe: Recipe) -> None:
     assert (result.status, result.errors) == (75, [])
 
 
+def test_a_limit_is_not_called_a_full_disk(recipe: Recipe) -> None:
+    command = shlex.join(recipe.command("ddp_launch", *SHORT))
+    script = f"ulimit -f 200; exec {command}"  # [1,024 bytes]
+    result = recipe.finish(recipe.start("bash", "-c", script), recipe.tmp_path / "run")
+    assert (result.status, len(result.errors)) == (1, 1), result.stderr
+    assert "cannot write a snapshot" in result.errors[0]
+    assert "File too large): raise the limit of a file's size (ulimit -f)" in result.errors[0]
+    assert "make room" not in result.errors[0]
+
+
+def test_names_that_are_no_utf_8(recipe: Recipe) -> None:
+    """Of the folder, a class and its images, in a locale that knows only ASCII."""
+    root = flowers(recipe.tmp_path / "data", per_class=6)
+    for path in (*(root / "daisy").iterdir(), root / "daisy"):
+        path.rename(path.with_name(os.fsdecode(b"\xff\xc3\xa4 ") + path.name))
+    folder = os.fsdecode(b"run \xff\xc3\xa4")
+    options = ["--data", "imagefolder", "--data-path", str(root), "--image-size", "8"]
+    options += ["--nproc", "1", "--global-batch-size", "2", "--epochs", "1", "--num-workers", "0"]
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    first = recipe("ddp_launch", *options, folder=folder, env=plain).assert_ok()
+    assert re.search(r"output_dir +\S+/run \\udcff", first.stdout), first.stdout
+    manifest = json.loads((first.folder / "manifest.json").read_text())
+    again = recipe("ddp_launch", *options, folder=folder, env={"LC_ALL": "C.UTF-8"}).assert_ok()
+    assert "already finished" in again.stdout, "the data's fingerprint is the same"
+    assert len(manifest["data_fingerprint"]) == 64
+
+
+def test_few_open_files_are_refused_at_once(recipe: Recipe) -> None:
+    command = shlex.join(recipe.command("ddp_launch", *SHORT))
+    result = recipe.finish(recipe.start("bash", "-c", f"ulimit -n 12; exec {command}"), Path())
+    assert (result.status, len(result.errors)) == (2, 1), result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "ulimit -n 1024" in result.errors[0]
+
+
 def test_metrics_that_cannot_be_written_are_named() -> None:
     run = Run.__new__(Run)
     run.ranks = Ranks()
-    says = r"cannot write /dev/full \(No space left on device\)"
+    says = r"cannot write /dev/full \(No space left on device\): make room, then"
     with (
         Path("/dev/full").open("ab", buffering=0) as run._metrics,
         pytest.raises(TrainingError, match=says),

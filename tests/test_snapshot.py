@@ -1,6 +1,9 @@
 """Snapshots are whole or not used, and never lost."""
 
 import copy
+import errno
+import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -123,6 +126,30 @@ def test_a_full_disk_leaves_the_last_good_one(tmp_path: Path) -> None:
             snapshot_files.write(disk, 2, content(2, model=torch.zeros(200_000)))
         assert list(disk.iterdir()) == [good]
         assert found(disk)["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOSPC, "make room"),
+        (errno.EDQUOT, "make room within your quota"),
+        (errno.EFBIG, "ulimit -f"),
+        (errno.EMFILE, "ulimit -n"),
+        (errno.EACCES, "get the right to write there"),
+        (errno.EROFS, "mount the file system read-write"),
+        (errno.EIO, "make the folder writable"),
+    ],
+)
+def test_advice_is_by_the_number_of_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, advice: str
+) -> None:
+    def fail(_file: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(TrainingError, match=os.strerror(number)) as said:
+        snapshot_files.write(tmp_path, 1, content(1))
+    assert re.search(rf": [^:]*{advice}[^:]*, then run", str(said.value))
 
 
 class Harmless:

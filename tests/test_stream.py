@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import pytest
@@ -125,18 +125,22 @@ def test_workers_and_the_iterable_give_the_same_batches(
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_source_without_an_index_gives_each_item_once_over_all_ranks_and_processes(
+def test_a_source_without_index_and_length_gives_the_same_batches_to_any_ranks_and_processes(
     world_size: int, workers: int
 ) -> None:
     def squares() -> Iterator[int]:
         yield from (number * number for number in range(50))
 
-    prepared: list[float] = []
+    shares = []
     for rank in range(world_size):
-        stream = ItemStream(squares, float, rank, world_size)
-        loader = DataLoader(stream, batch_size=4, **loader_options(workers, pin_memory=False))
-        prepared += chain(*(batch.tolist() for batch in loader))
-    assert sorted(prepared) == list(squares())
+        stream = ItemStream(squares, float, 12, rank, world_size)
+        loader = DataLoader(stream, batch_size=None, **loader_options(workers, pin_memory=False))
+        shares.append([batch.tolist() for batch in loader])
+    assert {len(share) for share in shares} == {4}, "no rank has a batch more than its peers"
+    found = [list(chain(*slices)) for slices in zip(*shares, strict=True)]
+    assert found == [list(islice(squares(), 12 * b, 12 * b + 12)) for b in range(4)]
+    with pytest.raises(InputError, match="60 or 72"):
+        ItemStream(squares, float, 62, 0, 12)
 
 
 @given(st.integers(1, 2000), worlds)

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from common.launch import hints
+from common import hints
+from common.group.process_group import process_group
 from common.launch.port import bind
+from common.launch.ranks import Ranks
 from common.launch.report import show_cause
 from tests.conftest import Recipe, wait_for
 
@@ -59,6 +62,99 @@ def test_the_failure_that_the_others_follow_from_is_shown(
     first = capsys.readouterr().err.strip().splitlines()[0]
     assert first.startswith("error: ")
     assert re.search(shown, first), first
+
+
+# As torch 2.6 and later say it on each rank that waits, before they abort it (sgl-project/sglang
+# #1693 shows one that waited); the last line is of a rank that hears of it from another rank.
+WAITED = """\
+[rank{rank}]:[E1016 03:31:38.928019586 ProcessGroupNCCL.cpp:607] [Rank {rank}] Watchdog caught \
+collective operation timeout: WorkNCCL(SeqNum=9141, OpType=ALLREDUCE, NumelIn=19008, \
+NumelOut=19008, Timeout(ms)=600000) ran for 600071 milliseconds before timing out.
+[rank{rank}]:[E1016 03:31:38.929246900 ProcessGroupNCCL.cpp:627] [Rank {rank}] To avoid data \
+inconsistency, we are taking the entire process down.
+"""
+HEARD = """\
+[rank{rank}]:[E1016 03:31:39.100000000 ProcessGroupNCCL.cpp:1515] [PG ID 0 PG GUID 0(default_pg) \
+Rank {rank}] Received a dump signal due to a collective timeout from rank 0 and we will try our \
+best to dump the debug info.
+"""
+
+
+@pytest.mark.parametrize(
+    ("failed", "silent", "left", "waited", "shown"),
+    [
+        ([(0, -6)], {1: "computing"}, [], [0], r"rank 1 on \S+ stopped answering \(computing\)"),
+        ([(0, -6), (2, -6)], {1: "waiting"}, [], [2, 0], "rank 1 on .* stopped answering"),
+        ([(0, -6), (1, -6)], {}, [], [0], "rank 1 on .* stopped answering"),
+        ([(0, -6)], {1: "computing"}, [], [], "rank 0 on .* was killed by SIGABRT"),
+        ([(0, -6), (1, -9)], {}, [], [0], "rank 1 on .* was killed by SIGKILL"),
+        ([(0, -6), (1, 1)], {}, [said(1, "a bug")], [0], "rank 1: a bug"),
+        ([(0, -6), (1, 7)], {}, [], [0], "rank 1 on .* exited with status 7"),
+        ([(0, -6), (1, -6)], {}, [], [0, 1], "rank 0 on .* Watchdog caught .*: a rank did not ans"),
+    ],
+)
+def test_the_rank_that_nccls_watchdog_waited_for_is_named(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    failed: list[tuple[int, int]],
+    silent: dict[int, str],
+    left: list[dict[str, Any]],
+    waited: list[int],
+    shown: str,
+) -> None:
+    errors = tmp_path / "errors"
+    errors.write_text("\n".join(map(json.dumps, left)))
+    text = "".join(WAITED.format(rank=rank) for rank in waited) + HEARD.format(rank=1)
+    assert show_cause(failed, silent, errors, text) == 1
+    first = capsys.readouterr().err.strip().splitlines()[0]
+    assert re.search(f"^error: {shown}", first), first
+
+
+# Stand-ins: no NCCL. Rank 1 hangs, rank 0 says and does what torch's watchdog does.
+HANGING_RANKS = """
+import os, sys, time
+from common.launch import start
+if "RANK" in os.environ:
+    from common.launch.process import show_messages_to_parent
+    show_messages_to_parent()
+    print("Python's own line", file=sys.stderr)
+    if os.environ["RANK"] == "0":
+        os.write(2, os.environ["WAITED"].encode())
+        os.abort()
+    while True:
+        pass
+start.GRACE_S = 1.0
+sys.exit(start.launch([__file__], 2, start.LaunchOptions()))
+"""
+
+
+def test_a_rank_that_hangs_on_nccl_is_named_by_the_launcher(recipe: Recipe) -> None:
+    script = recipe.tmp_path / "ranks.py"
+    script.write_text(HANGING_RANKS)
+    waited = WAITED.format(rank=0)
+    process = recipe.start(sys.executable, script, env={"WAITED": waited})
+    done = recipe.finish(process, recipe.tmp_path)
+    assert done.status == 1
+    assert waited in done.stderr, "what the library said is shown"
+    assert done.stderr.count("Python's own line\n") == 2
+    (error,) = done.errors
+    assert re.search(r"rank 1 on \S+ stopped answering \(computing\)", error)
+
+
+@pytest.mark.parametrize(("backend", "passed_on"), [("gloo", 0), ("cpu:gloo,cuda:nccl", 1)])
+def test_ranks_on_nccl_pass_its_messages_on(
+    monkeypatch: pytest.MonkeyPatch, backend: str, passed_on: int
+) -> None:
+    """Without a GPU: the process group itself is not made."""
+    calls: list[int] = []
+    module = sys.modules["common.group.process_group"]
+    monkeypatch.setattr(module, "show_messages_to_parent", lambda: calls.append(1))
+    monkeypatch.setattr(module, "choose_backend", lambda *_: backend)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: 1 / 0)
+    group = process_group(Ranks(), torch.device("cpu"), "auto", 5)
+    with pytest.raises(ZeroDivisionError), group:
+        pass
+    assert len(calls) == passed_on
 
 
 def test_a_store_listens_where_it_is_looked_for() -> None:

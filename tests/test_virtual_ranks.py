@@ -196,6 +196,7 @@ def as_options(options: dict[str, dict[str, Any]]) -> list[str]:
     return [word for k, v in flat.items() for word in (f"--{k.replace('_', '-')}", str(v))]
 
 
+@pytest.mark.slow
 def test_through_the_command_line(recipe: Recipe, reference: Result) -> None:
     result = recipe("ddp_spawn", "--nproc", "2", "--log-every", "1", *as_options(TRICKY))
     assert_same_bits(result.assert_ok(), reference)

@@ -1,13 +1,14 @@
 """Your own data, model and recipe: what docs/bring-your-own.md promises, and the record of it."""
 
+import importlib
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torchvision.datasets import FakeData
 from torchvision.transforms import v2
 
 import recipes
-from common import cli
+from common import cli, git
 from common.data.datasets import ArraySamples, Data, LoaderOptions
 from common.data.loaders import make_loaders
 from common.data.stream import Samples, make_loader
@@ -70,6 +71,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def begin(house: Path, example: int) -> None:
     """Follow the page: `make new`, then a file and a diff."""
+    shutil.rmtree(house / "recipes" / "mine", ignore_errors=True)
     subprocess.run(["make", "-s", "new", "RECIPE=mine"], cwd=house, check=True)
     (house / "recipes" / "mine" / "yours.py").write_text(CODE[example])
     lines = DIFFS[example].splitlines()[2:]
@@ -77,24 +79,42 @@ def begin(house: Path, example: int) -> None:
     subprocess.run(["git", "apply"], cwd=house, input=DIFFS[example], text=True, check=True)
 
 
+def train_mine(
+    ranks: Ranks, house: Path, arguments: list[str], losses_per_sample: int | None = None
+) -> None:
+    """The recipe of a house, as one rank, on code that git knows there."""
+    for name in [name for name in sys.modules if name.startswith("recipes.mine")]:
+        del sys.modules[name]  # of another example
+    importlib.invalidate_caches()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipes, "__path__", [str(house / "recipes")])
+        patch.setattr(git, "ROOT", house)
+        mine: Any = importlib.import_module("recipes.mine.train")
+        if losses_per_sample:
+            losses_of, size = mine.losses_of, (-1, losses_per_sample)
+            mine.losses_of = lambda *given: losses_of(*given)[:, None].expand(size)
+        mine.train(cli.parse("mine", mine.Config, arguments)[1], ranks)
+
+
 def test_images_on_one_process_and_on_two_resumed_give_one_hash_and_a_record(
-    house: Path, recipe: Recipe
+    house: Path, pool: Pool, recipe: Recipe
 ) -> None:
     """And `reproduce` names the new file that was changed since."""
     begin(house, 0)
-
-    def run(*options: str, folder: str) -> Result:
-        common = ("--virtual-ranks", "2", "--epochs", "2")
-        return recipe("mine", *options, *common, folder=folder, env={"PYTHONPATH": str(house)})
-
-    whole = run("--nproc", "1", folder="whole").assert_ok()
-    cut = run("--nproc", "2", "--max-steps", "13", folder="cut").assert_ok()
-    resumed = run("--nproc", "2", folder="cut").assert_ok()
-    assert (cut.summary["steps"], resumed.summary["resumed_from"]) == (20, 13)
-    assert resumed.sha == whole.sha
-    for run_ in (whole, resumed):
-        assert run_.summary["val_error_px"] == whole.summary["val_error_px"] < 3
-        assert not {"val_accuracy", "val_correct"} & run_.summary.keys()
+    options = ["--virtual-ranks", "2", "--epochs", "2"]
+    env = {"PYTHONPATH": str(house)}
+    whole = recipe("mine", "--nproc", "1", *options, folder="whole", env=env).assert_ok()
+    cut = Result(0, "", "", recipe.tmp_path / "cut")
+    options += ["--output-dir", str(cut.folder)]
+    pool.run(train_mine, 2, house, [*options, "--max-steps", "13"])
+    yours = house / "recipes" / "mine" / "yours.py"
+    yours.write_text(f"{CODE[0]}# changed meanwhile\n")
+    pool.run(train_mine, 2, house, options)
+    assert cut.summary["resumed_from"] == 13
+    assert cut.sha == whole.sha
+    for run in (whole, cut):
+        assert run.summary["val_error_px"] == whole.summary["val_error_px"] < 3
+        assert not {"val_accuracy", "val_correct"} & run.summary.keys()
     assert "val_error_px" in whole.stdout
     assert not (whole.folder / "class_indices.json").exists()
 
@@ -104,54 +124,50 @@ def test_images_on_one_process_and_on_two_resumed_give_one_hash_and_a_record(
     assert manifest["git_dirty"]
     assert manifest["start"].items() >= {"folder": str(recipe.tmp_path)}.items()
     assert re.fullmatch(r"20\d\d-\d\d-\d\dT[\d:]{8}\+00:00", manifest["start"]["time"])
-    diff = (whole.folder / "changes.diff").read_text()
+    begun, then = (cut.folder / f"changes{at}.diff" for at in ("_until_step_13", ""))
+    assert begun.read_bytes() == (whole.folder / "changes.diff").read_bytes()
+    assert "\n+# changed meanwhile\n" in then.read_text()
+    said = (cut.folder / "logs" / "rank_0.log").read_text()
+    assert "resuming from step 13 with another changed_files" in said
     clean = recipe.tmp_path / "clean"
     subprocess.run(["git", "clone", "-q", house, clean], check=True)
-    subprocess.run(["git", "apply"], cwd=clean, input=diff, text=True, check=True)
-    for name in ours - {"recipes/mine/__init__.py"}:
-        assert (clean / name).read_text() == (house / name).read_text()
+    subprocess.run(["git", "apply", begun], cwd=clean, check=True)
+    assert (clean / "recipes" / "mine" / "yours.py").read_text() == CODE[0]
 
-    yours = house / "recipes" / "mine" / "yours.py"
-    yours.write_text(yours.read_text().replace("Dropout(0.1)", "Dropout(0.2)"))
+    yours.write_text(CODE[0].replace("Dropout(0.1)", "Dropout(0.2)"))
     again = recipe.start(
         *(sys.executable, "-m", "recipes", "reproduce", whole.folder),
         *("--output-dir", recipe.tmp_path / "again"),
-        env={"PYTHONPATH": str(house)},
+        env=env,
     )
     done = recipe.finish(again, recipe.tmp_path)
     assert done.status == 1, done.stderr
     changed = r"changed_files\.recipes/mine/yours\.py"
-    assert re.search(rf"\n?  {changed}: \w+\.\.\. in the record, \w+\.\.\. now\n", done.stdout)
+    assert re.search(rf"  {changed}: \w+\.\.\. in the record, \w+\.\.\. now\n", done.stdout)
     assert re.search(rf"\nlikely cause: {changed} \(\w+\.\.\., now \w+\.\.\.\)", done.stdout)
-
-
-def train_mine(ranks: Ranks, house: Path, arguments: list[str]) -> None:
-    """The recipe `mine` of another house, as one rank."""
-    recipes.__path__.append(str(house / "recipes"))
-    mine = import_module("recipes.mine.train")
-    mine.train(cli.parse("mine", mine.Config, arguments)[1], ranks)
 
 
 def test_text_on_one_process_and_on_two_resumed_gives_one_hash(
     house: Path, pool: Pool, tmp_path: Path
 ) -> None:
-    subprocess.run(["rm", "-rf", house / "recipes" / "mine"], check=True)
+    """Interrupted in the middle of an epoch; also if a sample has more than one loss."""
     begin(house, 1)
 
     def run(world_size: int, folder: str, *options: str) -> dict[str, Any]:
         words = ["--text", str(ROOT / "README.md"), "--global-batch-size", "32"]
         words += ["--virtual-ranks", "2", "--epochs", "3", *options]
         words += ["--output-dir", str(tmp_path / folder)]
-        pool.run(train_mine, world_size, house, words)
+        pool.run(train_mine, world_size, house, words, losses_per_sample)
         summary: dict[str, Any] = json.loads((tmp_path / folder / "summary.json").read_text())
         return summary
 
-    whole = run(1, "whole")
-    run(2, "cut", "--max-steps", "3")
-    cut = run(2, "cut")
-    assert cut["resumed_from"] == 3
-    assert cut["weights_sha256"] == whole["weights_sha256"]
-    assert cut["val_right"] == whole["val_right"]
+    for losses_per_sample in (None, 3):
+        whole = run(1, f"whole {losses_per_sample}")
+        run(2, f"cut {losses_per_sample}", "--max-steps", "3")
+        cut = run(2, f"cut {losses_per_sample}")
+        assert cut["resumed_from"] == 3
+        for name in ("weights_sha256", "train_loss", "val_loss", "val_right"):
+            assert cut[name] == whole[name], name
 
 
 # Data sets of others
@@ -344,6 +360,27 @@ def test_an_option_group_needs_no_default() -> None:
     assert {"text", "width", "seed"} <= decisive({}, OwnConfig).keys()
     with pytest.raises(InputError, match="--text PATH"):
         cli.parse("own", OwnConfig, ["--width", "4"])
+
+
+def test_the_diff_leaves_out_runs_secrets_and_what_is_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them but the run are in the list of changed files."""
+    monkeypatch.setattr(git, "ROOT", tmp_path)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    for name in ("a file.py", ".env", "key.pem", "binary", "large.txt", "run/.lock", "run/log"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x = 1")
+    (tmp_path / "binary").write_bytes(b"\xff\x00")
+    (tmp_path / "large.txt").write_text("x" * (2**20 + 1))
+    (tmp_path / "link").symlink_to("/dev/zero")
+    names = {"a file.py", ".env", "key.pem", "binary", "large.txt", "link"}
+    assert git.changed_files().keys() == names
+    header = b"--- /dev/null\n+++ b/a file.py\t\n@@ -0,0 +1,1 @@\n"
+    assert git.changes() == header + b"+x = 1\n\\ No newline at end of file\n"
+    (tmp_path / "large.txt").write_text("x\n" * 2**19)
+    assert len(git.changes()) < 2**20 + 100
+    assert git.changes().endswith(b"\ncut here: too long\n")
 
 
 @pytest.mark.parametrize(

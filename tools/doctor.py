@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import resource
 import shutil
 import socket
@@ -22,15 +21,18 @@ import time
 import uuid
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from importlib.metadata import version
 from itertools import combinations
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
-from common import ROOT, stack
+from common import ROOT, driver, stack
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
 from common.group.host import control_group_limits, cpu_quotas
-from common.launch.hints import SHARED_MEMORY_HINT
+from common.hints import LOCKED_MEMORY_HINT, SHARED_MEMORY_HINT, hint
 from common.launch.process import end_with_parent
 from common.launch.ranks import Ranks, resolve
 from tools.command import Parser, attempt
@@ -39,6 +41,8 @@ from tools.fresh import fresh_environment
 _GIB, _MIB = 2**30, 2**20
 _TRIAL_BYTES = 32 * _MIB
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
+HOST_GPUS = Path("/proc/driver/nvidia/gpus")
+"""The driver's list of GPUs, which a container sees even if it was given none of them."""
 
 
 class Where(NamedTuple):
@@ -113,31 +117,45 @@ def devices(where: Where) -> Iterator[Finding]:
     """GPUs, their free memory, and whether they reach each other's memory."""
     import torch
 
-    from common.group.devices import slurm_gave_gpus
+    from common.group.devices import gpu_count
 
-    count, nodes = torch.cuda.device_count(), len(list(Path("/dev").glob("nvidia[0-9]*")))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    hidden = visible is not None and not re.match("[0-9]|GPU-|MIG-", visible)
-    gave = slurm_gave_gpus()
-    if count == 0 and (gave or (nodes and not hidden and "SLURM_JOB_ID" not in os.environ)):
-        there = "Slurm gave this job GPUs" if gave else f"{nodes} GPUs under /dev"
+    count, files = gpu_count(), list(Path("/dev").glob("nvidia[0-9]*"))
+    wanted, gave = driver.gpu_files(), driver.slurm_gave_gpus()
+    of_host = [] if files or "CUDA_VISIBLE_DEVICES" in os.environ else list(HOST_GPUS.glob("*"))
+    if count == 0 and (gave or wanted):
+        there = "Slurm gave this job GPUs" if gave else f"{len(files)} GPUs under /dev"
         fix = "run nvidia-smi; check that the stack fits the driver (above)"
         yield Finding("error", f"{there}, but torch sees none", fix)
+    elif count == 0 and of_host:
+        found = f"recipes train on the CPU: this host has {len(of_host)} GPUs, but none under /dev"
+        fix = "give a container --gpus all; on the host itself, nvidia-smi makes the device files"
+        yield Finding("warning", found, fix)
     elif count == 0:
-        why = f" of {nodes} (CUDA_VISIBLE_DEVICES, or Slurm gave none)" if nodes else ""
+        why = f" of {len(files)} (CUDA_VISIBLE_DEVICES, or Slurm gave none)" if files else ""
         yield Finding("ok", f"no GPU{why}: recipes train on the CPU")
     elif where.ranks.launcher != "none":
         # A closer look takes memory on every GPU, and fails on one that admits a single process.
         yield Finding("ok", f"{count} GPUs")
         return
+    elif (counted := torch.cuda.device_count()) > count:
+        found = f"{counted} GPUs, but a process can use only {count}: MIG mode is on"
+        fix = "start each process with its own CUDA_VISIBLE_DEVICES=MIG-... (nvidia-smi -L)"
+        yield Finding("warning", found, fix)
+    sound = []
     for number in range(count):
-        free, total = torch.cuda.mem_get_info(number)
+        try:
+            free, total = torch.cuda.mem_get_info(number)
+        except RuntimeError as failed:
+            said = str(failed).partition("\n")[0]
+            yield Finding("error", f"cuda:{number} {said}", hint(said))
+            continue
+        sound.append(number)
         name = torch.cuda.get_device_name(number)
         found = f"cuda:{number} {name}, {free / _GIB:.0f} of {total / _GIB:.0f} GiB free"
         fix = "another process uses it (nvidia-smi): choose other GPUs with CUDA_VISIBLE_DEVICES"
         yield warn_if(free < total / 2, found, fix)
     reach = torch.cuda.can_device_access_peer
-    apart = [f"{a}-{b}" for a, b in combinations(range(count), 2) if not reach(a, b)]
+    apart = [f"{a}-{b}" for a, b in combinations(sound, 2) if not reach(a, b)]
     if apart:
         fix = (
             "NCCL copies through host memory, which is slower: allow peer access (IOMMU, ACS, "
@@ -215,20 +233,16 @@ def limits(where: Where) -> Iterator[Finding]:
     cards = Path("/sys/class/infiniband")
     if cards.is_dir() and any(cards.iterdir()) and locked != resource.RLIM_INFINITY:
         found = f"InfiniBand cards, but only {locked // 1024} KiB of locked memory"
-        fix = (
-            "ulimit -l unlimited; docker: --ulimit memlock=-1; "
-            "Slurm: PropagateResourceLimitsExcept=MEMLOCK"
-        )
-        yield Finding("warning", found, fix)
+        yield Finding("warning", found, LOCKED_MEMORY_HINT)
 
 
 def cores(where: Where) -> Iterator[Finding]:
     """CPU cores of this process, and the ranks that would share them."""
-    import torch
+    from common.group.devices import gpu_count  # imports torch
 
     usable, ranks_here = len(os.sched_getaffinity(0)), 1  # in a job, each rank has its own cores
     if where.ranks.launcher == "none":
-        ranks_here = where.nproc or torch.cuda.device_count() or 2
+        ranks_here = where.nproc or gpu_count() or 2
     if quota := next((share for share in cpu_quotas() if share < usable), None):
         found = f"this container or job gets the CPU time of only {quota:g} of {usable} cores"
         fix = "docker: --cpus; Slurm: --cpus-per-task; or start fewer processes"
@@ -314,6 +328,22 @@ def examine(where: Where) -> Iterator[tuple[str, Finding]]:
             yield about, Finding("error", f"check failed: {type(failed).__name__}: {failed}")
 
 
+def examine_in_child(where: Where) -> list[tuple[str, Finding]]:
+    """`examine` in a process that ends: until then, CUDA keeps a context on every GPU.
+
+    A GPU in exclusive mode would refuse the ranks of the all-reduce.
+    """
+    with ProcessPoolExecutor(1, get_context("fork")) as child:
+        try:
+            return child.submit(_examined, where).result()
+        except BrokenProcessPool:
+            return [("devices", Finding("error", "a check crashed", "run nvidia-smi"))]
+
+
+def _examined(where: Where) -> list[tuple[str, Finding]]:
+    return list(examine(where))
+
+
 def all_reduce(nproc: int | None) -> Finding:
     """Run check_network over `nproc` new processes; None: over the ranks of this job."""
     with tempfile.TemporaryDirectory() as folder:
@@ -356,7 +386,7 @@ def doctor(given: argparse.Namespace) -> int:
         ranks = resolve()
     except InputError as refused:
         findings.append(("place", Finding("error", str(refused))))
-    findings += examine(Where(ranks, given.output_dir, given.nproc or 0))
+    findings += examine_in_child(Where(ranks, given.output_dir, given.nproc or 0))
     in_job = ranks.launcher != "none"
     if given.nproc or in_job:
         findings.append(("all-reduce", all_reduce(None if in_job else given.nproc)))

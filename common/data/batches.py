@@ -35,6 +35,8 @@ class DeviceBatches:
         self.loader, self.device, self.dtype = loader, device, dtype
         mean_of, std_of = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (mean, std))
         self.scale, self.shift = 1 / (255 * std_of), mean_of / std_of
+        # One for all epochs, because the memory that a batch leaves is used again on its stream.
+        self.copying = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
     def num_workers(self) -> int:
@@ -56,10 +58,11 @@ class DeviceBatches:
 
     def __iter__(self) -> Iterator[Any]:
         """The batches on the device."""
-        if self.device.type != "cuda":
+        copying, ready = self.copying, None
+        if copying is None:
             yield from map(self.prepare, self.loader)
             return
-        copying, ready = torch.cuda.Stream(self.device), None
+        copying.wait_stream(torch.cuda.current_stream(self.device))  # made scale and shift
         for batch in self.loader:
             with torch.cuda.stream(copying):
                 batch = self.prepare(batch)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from common.data import image_folder
 from common.data.stream import Key, Samples
+from common.downloads import download_flower_photos, downloading
 from common.errors import InputError
 from common.group.collectives import agreed
 from common.launch.ranks import Ranks
@@ -60,7 +61,8 @@ class DataOptions(LoaderOptions):
     """Folder of the data.
     imagefolder: one sub-folder per class, or train/ and val/ with such sub-folders."""
     download: bool = free(False)
-    """Let rank 0 download fashion_mnist or cifar10 into --data-path."""
+    """Let rank 0 download what is missing: fashion_mnist or cifar10 into --data-path;
+    the flower photos, if --data-path ends in flower_photos; torchvision's file of --weights."""
     verify_images: bool = free(True)
     """imagefolder: decode every image first, to find a bad one early.
     The result is kept in ~/.cache/torch-recipes until a file changes."""
@@ -93,11 +95,22 @@ class Data:
     mean: Sequence[float] = ()
     std: Sequence[float] = ()
     """Of each channel, for images that are bytes (`common.data.batches`); 0 to 1."""
+    resize: Sequence[int] = ()
+    """An image's shorter side, or both, before its middle is cut out [px]; empty: no images."""
+    held_out: Sequence[str] = ()
+    """imagefolder: the files to validate on, by their path in the folder."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Channels, classes and side, which a model must fit."""
         return self.channels, len(self.class_names), self.side
+
+    @property
+    def preprocessing(self) -> dict[str, Any]:
+        """What a script needs to show the model an image."""
+        sizes = {"size": [self.side, self.side], "resize": self.resize, "crop": self.side}
+        normal = {"mean": self.mean, "std": self.std}
+        return {"channels": self.channels, **sizes, **normal, "classes": self.class_names}
 
 
 def load_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
@@ -115,32 +128,23 @@ def load_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
         return image_folder_data(options, seed, ranks)
     with agreed():
         if ranks.is_main and options.download and options.data in _TORCHVISION:
-            try:
+            with downloading(options.data, options.data_path):
                 for train in (True, False):
                     _torchvision_part(options, train=train, download=True)
-            except (OSError, RuntimeError) as error:
-                raise InputError(
-                    f"cannot download {options.data} into {options.data_path}: {error}"
-                ) from error
+    make = {"digits": digits_data, "fake": fake_data}.get(options.data, torchvision_data)
     with agreed():
-        if options.data == "digits":
-            data = digits_data(options, seed)
-        elif options.data == "fake":
-            data = fake_data(options, seed)
-        else:
-            data = torchvision_data(options, seed)
-    return data
+        return make(options, seed)
 
 
 def digits_data(options: DataOptions, seed: int) -> Data:
     """scikit-learn's digits, normalised, in memory; split by seed."""
     pixels, labels = read_digits()
-    images = (torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16 - 0.305) / 0.376
+    mean, std = 0.305, 0.376
+    images = (torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16 - mean) / std
     if options.image_size not in (None, 8):
-        size = (options.image_size, options.image_size)
-        images = torch.nn.functional.interpolate(images, size=size, mode="bilinear")
+        images = torch.nn.functional.interpolate(images, options.image_size, mode="bilinear")
     order = np.random.Generator(np.random.PCG64(mix(seed))).permutation(len(images)).tolist()
-    return _in_memory(images, torch.from_numpy(labels), order, seed)
+    return _in_memory(images, torch.from_numpy(labels), order, seed, mean, std)
 
 
 def read_digits() -> tuple[Any, Any]:
@@ -165,16 +169,19 @@ def fake_data(options: DataOptions, seed: int) -> Data:
     patterns = torch.randn(10, 3, size, size, generator=generator)
     labels = torch.arange(count) % 10
     images = patterns[labels] + 2 * torch.randn(count, 3, size, size, generator=generator)
-    return _in_memory(images, labels, range(count), seed)
+    return _in_memory(images, labels, range(count), seed, 0.0, 1.0)
 
 
-def _in_memory(images: Tensor, labels: Tensor, order: Sequence[int], seed: int) -> Data:
+def _in_memory(
+    images: Tensor, labels: Tensor, order: Sequence[int], seed: int, mean: float, std: float
+) -> Data:
     """Ten classes; the first 80 % in `order` are for training, the others for validation."""
     cut = len(order) * 4 // 5
     train = ArraySamples([images, labels], order[:cut], seed, shift=True)
     val = ArraySamples([images, labels], order[cut:], seed)
     channels, side, _ = images[0].shape
-    return Data(train, val, train.digest(), [str(n) for n in range(10)], channels, side)
+    normal, names = ([mean] * channels, [std] * channels), [str(n) for n in range(10)]
+    return Data(train, val, train.digest(), names, channels, side, *normal, [side, side])
 
 
 class ArraySamples(Samples):
@@ -221,7 +228,7 @@ def torchvision_data(options: DataOptions, seed: int) -> Data:
 
     _, side, mean, std = _TORCHVISION[options.data]
     side = options.image_size or side
-    plain = v2.Compose([v2.Resize((side, side)), v2.PILToTensor()])
+    plain = v2.Compose([v2.PILToTensor(), v2.Resize((side, side))])
     crop = v2.RandomCrop(side, padding=side // 8)
     augmented = v2.Compose([plain, crop, v2.RandomHorizontalFlip()])
     try:
@@ -235,7 +242,8 @@ def torchvision_data(options: DataOptions, seed: int) -> Data:
     for part in (train, val):
         digest.update(np.asarray(part.data).tobytes() + np.asarray(part.targets).tobytes())
     train, val = (Samples(part, range(len(part)), seed) for part in (train, val))
-    return Data(train, val, digest.hexdigest(), train.source.classes, len(mean), side, mean, std)
+    names, size = train.source.classes, [side, side]
+    return Data(train, val, digest.hexdigest(), names, len(mean), side, mean, std, size)
 
 
 def _torchvision_part(options: DataOptions, **more: Any) -> Any:
@@ -249,14 +257,19 @@ def image_folder_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
     """The images in `--data-path`, one sub-folder per class; verified. Calls collectives."""
     assert options.data_path is not None
     with agreed():
+        if ranks.is_main:
+            download_flower_photos(options.data_path, wanted=options.download)
+    with agreed():
         names, files, train, val = image_folder.list_images(options.data_path, seed)
         fingerprint, copy = image_folder.fingerprints(options.data_path, files)
     if options.verify_images:
         image_folder.verify_once(files, copy, ranks)
     log.info(f"JPEGs are decoded by {'TorchCodec' if image_folder.fast_jpeg() else 'Pillow'}")
     side = options.image_size or 224
+    normal, resize = (IMAGENET_MEAN, IMAGENET_STD), [side * 256 // 224]  # as in center_crop
     training, validation = (
         Samples(image_folder.ImageFiles(files, partial(crop, side=side)), part, seed)
         for part, crop in ((train, image_folder.random_crop), (val, image_folder.center_crop))
     )
-    return Data(training, validation, fingerprint, names, 3, side, IMAGENET_MEAN, IMAGENET_STD)
+    held_out = [str(files[index][0].relative_to(options.data_path)) for index in val]
+    return Data(training, validation, fingerprint, names, 3, side, *normal, resize, held_out)

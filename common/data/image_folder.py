@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common.errors import InputError, TrainingError
+from common.files import files_below, refuse_closed
 from common.group.collectives import agreed, gather
 from common.launch.ranks import Ranks
 from common.seeds import mix
@@ -38,9 +39,7 @@ def list_images(
 ) -> tuple[list[str], list[tuple[Path, int]], Sequence[int], Sequence[int]]:
     """List the images of `root`, which has one sub-folder per class, or train/ and val/ with them.
 
-    Args:
-        root: the folder.
-        seed: splits each class 80/20 if there are no train/ and val/.
+    `seed` splits each class 80/20 if there are no train/ and val/.
 
     Returns:
         Class names, (path, class) of every image, and the indices to train and to validate on.
@@ -48,12 +47,13 @@ def list_images(
     Raises:
         InputError: no folder, no classes, an empty class, or too few images to validate on.
     """
+    folders = [root / "train", root / "val"]
+    refuse_closed("--data-path", root, *folders)
     if not root.is_dir():
         raise InputError(f"--data-path {root} is not a folder")
-    folders = [root / "train", root / "val"]
     if not all(folder.is_dir() for folder in folders):
         folders = [root]
-    names = _class_names(folders[0])
+    names = class_names(folders[0])
     if not names:
         raise InputError(f"--data-path {folders[0]} has no sub-folders: make one per class")
     if {name.lower() for name in names} <= _SPLITS:
@@ -63,7 +63,7 @@ def list_images(
         )
     if len(names) == 1:
         raise InputError(f"--data-path {folders[0]} has one class only ({names[0]}), not two")
-    if unknown := set(_class_names(folders[-1])) - set(names):
+    if unknown := set(class_names(folders[-1])) - set(names):
         raise InputError(
             f"{folders[-1]} has classes that train has not: {', '.join(sorted(unknown))}"
         )
@@ -73,7 +73,8 @@ def list_images(
     return names, files + val[0], range(len(files)), range(len(files), len(files + val[0]))
 
 
-def _class_names(folder: Path) -> list[str]:
+def class_names(folder: Path) -> list[str]:
+    """Names of the sub-folders, sorted."""
     return sorted(p.name for p in folder.iterdir() if p.is_dir() and _is_data(p, folder))
 
 
@@ -84,19 +85,19 @@ def _is_data(path: Path, folder: Path) -> bool:
 
 
 def _list_classes(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
-    files: list[tuple[Path, int]] = []
-    for label, name in enumerate(names):
-        found = sorted(
-            path
-            for path in (folder / name).rglob("*")
-            if path.suffix.lower() in SUFFIXES and _is_data(path, folder) and path.is_file()
-        )
-        if not found:
-            raise InputError(
-                f"class folder {folder / name} has no images ({', '.join(sorted(SUFFIXES))})"
-            )
-        files += [(path, label) for path in found]
-    return files
+    return [(path, label) for label, name in enumerate(names) for path in images_in(folder / name)]
+
+
+def images_in(folder: Path) -> list[Path]:
+    """The image files at any depth of a folder, sorted.
+
+    Raises:
+        InputError: there are none.
+    """
+    found = [path for path in files_below("--data-path", folder) if path.suffix.lower() in SUFFIXES]
+    if not (images := sorted(p for p in found if _is_data(p, folder) and p.is_file())):
+        raise InputError(f"{folder} has no images ({', '.join(sorted(SUFFIXES))})")
+    return images
 
 
 def _split_by_class(files: list[tuple[Path, int]], seed: int) -> tuple[list[int], list[int]]:
@@ -124,10 +125,11 @@ def fingerprints(root: Path, files: list[tuple[Path, int]]) -> tuple[str, str]:
     The second one also depends on the folder's place and on the time at which each file changed.
     The time of its inode (ctime) shows that a file was replaced, even by `cp -p`.
     """
-    listing, times = [], hashlib.sha256(str(root.resolve()).encode())
+    listing, times = [], hashlib.sha256(os.fsencode(root.resolve()))
     for path, _ in files:
         status = path.stat()
-        listing.append((str(path.relative_to(root)), status.st_size))
+        name = os.fsencode(path.relative_to(root)).decode("utf-8", "surrogateescape")
+        listing.append((name, status.st_size))  # the same in every locale
         times.update(f" {status.st_mtime_ns} {status.st_ctime_ns}".encode())
     fingerprint = hashlib.sha256(json.dumps(listing).encode())
     times.update(fingerprint.digest())
@@ -214,7 +216,7 @@ class ImageFiles:
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, label = self.files[index]
         try:
-            image = _decoded(path)
+            image = decoded(path)
         except Exception as error:  # Pillow's decoders raise many types
             raise TrainingError(
                 f"cannot read {path}, which was there at the start: {error}"
@@ -223,7 +225,7 @@ class ImageFiles:
 
 
 @cache
-def fast_jpeg() -> Callable[[Path], Any] | None:
+def fast_jpeg() -> Callable[[Path], Tensor] | None:
     """TorchCodec's JPEG decoder, which gives the same bytes as Pillow but is faster.
 
     None if TorchCodec is not installed or does not fit this torch; it needs 2.11 or newer.
@@ -232,16 +234,14 @@ def fast_jpeg() -> Callable[[Path], Any] | None:
         from torchcodec.decoders import decode_jpeg
     except (ImportError, OSError, RuntimeError):
         return None
-    decode: Callable[[Path], Any] = decode_jpeg
-    return decode
+    return cast(Callable[[Path], Tensor], decode_jpeg)
 
 
-def _decoded(path: Path) -> Tensor:
-    image: Tensor
+def decoded(path: Path) -> Tensor:
+    """An RGB image as a uint8 tensor (3, height, width)."""
     if path.suffix.lower() in (".jpg", ".jpeg") and (decode := fast_jpeg()):
         with suppress(RuntimeError, ValueError):  # Pillow tells what is wrong, or can decode it
-            image = decode(path)
-            return image
+            return decode(path)
     from PIL import Image, ImageOps
     from torchvision.transforms.v2.functional import pil_to_tensor
 
@@ -249,7 +249,7 @@ def _decoded(path: Path) -> Tensor:
         if opened.mode.startswith(_DEEP):
             raise ValueError(f"it has more than 8 bits per channel (mode {opened.mode})")
         # Turned as the camera was held, as TorchCodec does it.
-        image = pil_to_tensor(ImageOps.exif_transpose(opened).convert("RGB"))
+        image: Tensor = pil_to_tensor(ImageOps.exif_transpose(opened).convert("RGB"))
     return image
 
 

@@ -4,12 +4,9 @@
 """
 
 import logging
-import math
 import os
 import socket
 import sys
-import time
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -28,9 +25,9 @@ from common.data.stream import Samples
 from common.errors import InputError
 from common.files import mebibytes, read_json, write_json
 from common.group.collectives import agreed, broadcast, gather
-from common.group.devices import synchronize
 from common.group.host import cpu_quotas
-from common.launch.hints import SHARED_MEMORY_HINT
+from common.hints import SHARED_MEMORY_HINT
+from common.throughput import samples_per_s
 
 log = logging.getLogger("recipes")
 
@@ -117,6 +114,8 @@ def most_workers(
     if free_bytes is None:
         if not _SHARED_MEMORY.is_dir():
             return sys.maxsize, f"no {_SHARED_MEMORY}"
+        if not os.access(_SHARED_MEMORY, os.W_OK):
+            return 0, f"{_SHARED_MEMORY} is not writable"
         status = os.statvfs(_SHARED_MEMORY)
         free_bytes = status.f_bavail * status.f_frsize
     sample = tree_leaves(samples.__getitems__([(0, 0)]))
@@ -127,35 +126,6 @@ def most_workers(
         f"{_SHARED_MEMORY} has {mebibytes(free_bytes)} free, and batches of "
         f"{mebibytes(batch_bytes)} leave room for {most} loading processes{ranks}"
     )
-
-
-def samples_per_s(
-    make_loader: Callable[[], DataLoader[Any]], device: torch.device, limit_s: float = math.inf
-) -> float:
-    """Speed of loading batches and copying them to the device, with nothing else to do.
-
-    The clock starts when the loading processes run, because they start once per run, but before
-    they have loaded anything.
-
-    Args:
-        make_loader: makes the DataLoader to measure. Its loading processes must outlive an
-            iteration.
-        device: where the batches go.
-        limit_s: stop after this time [s].
-    """
-    with warnings.catch_warnings():  # the sweep tries more processes than there are cores
-        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-        loader = make_loader()
-        next(iter(loader))
-        iterator = iter(loader)  # drops the batches that were loaded ahead
-        count, start_s = 0, time.perf_counter()
-        for batch in iterator:
-            parts = (part for part in tree_leaves(batch) if isinstance(part, Tensor))
-            count += max(len(part.to(device, non_blocking=True)) for part in parts)
-            if time.perf_counter() - start_s > limit_s:
-                break
-        synchronize(device)
-        return count / (time.perf_counter() - start_s)
 
 
 def sweep(measure: Callable[[int], float], most: int, cores: int) -> dict[int, float]:

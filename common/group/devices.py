@@ -1,12 +1,13 @@
 """Which devices a process uses, and the backend that connects them."""
 
-import ctypes
 import os
 from collections.abc import Sequence
 
 import torch
 
+from common import driver
 from common.errors import InputError
+from common.hints import with_hint
 from common.launch.ranks import Ranks
 from common.stack import stacks
 
@@ -22,15 +23,15 @@ def choose_device(device: str, ranks: Ranks) -> torch.device:
         ranks: of this process.
 
     Raises:
-        InputError: no GPU, but --device cuda or a Slurm job that was given some; a driver too old
-            for this torch; or more processes on this host than GPUs.
+        InputError: no GPU, but --device cuda or a Slurm job that was given some; a driver with
+            which torch cannot use this host's GPUs; or more processes on this host than GPUs.
     """
     if device == "cpu":
         return torch.device("cpu")
     check_driver()
-    gpus = torch.cuda.device_count()
+    gpus = gpu_count()
     if gpus == 0:
-        if device == "auto" and slurm_gave_gpus():
+        if device == "auto" and driver.slurm_gave_gpus():
             raise InputError(
                 "Slurm gave this job GPUs, but torch sees none: check the driver (srun nvidia-smi) "
                 "and that it supports the CUDA stack of the environment, or give --device cpu to "
@@ -53,9 +54,11 @@ def choose_device(device: str, ranks: Ranks) -> torch.device:
     return torch.device("cuda", ranks.local_rank)
 
 
-def slurm_gave_gpus() -> bool:
-    """Whether this process is in a Slurm job or step with GPUs."""
-    return not {"SLURM_STEP_GPUS", "SLURM_JOB_GPUS"}.isdisjoint(os.environ)
+def gpu_count() -> int:
+    """GPUs that this process can use; a GPU in MIG mode counts as the one instance it can use."""
+    counted = torch.cuda.device_count()
+    usable = driver.usable_gpus() if counted > 1 else None
+    return counted if usable is None else min(counted, usable)
 
 
 def choose_devices(
@@ -75,7 +78,7 @@ def choose_devices(
             as from `choose_device`.
     """
     on_gpus = choose_device(device, Ranks()).type == "cuda"
-    gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count() if on_gpus else 0)]
+    gpus = [f"cuda:{number}" for number in range(gpu_count() if on_gpus else 0)]
     if given is None:
         found = gpus or ["cpu"] * on_cpu
         if stages:
@@ -118,29 +121,46 @@ def synchronize(*devices: torch.device) -> None:
             torch.cuda.synchronize(device)
 
 
-def check_driver(driver: str = "libcuda.so.1") -> None:
-    """Refuse an NVIDIA driver that is too old for this torch; a host without a driver is fine.
+def check_driver(name: str = driver.LIBRARY) -> None:
+    """Refuse a driver with which this torch cannot use this host's GPUs; without GPUs, all is fine.
 
     A driver runs programs for its own major version of CUDA and for older versions:
     https://docs.nvidia.com/deploy/cuda-compatibility (minor version compatibility).
 
     Raises:
-        InputError: with the stacks that fit the driver.
+        InputError: the driver is too old, with the stacks that fit it; or the host has GPUs, but
+            its driver is not found or cannot start, or this torch is built without CUDA.
     """
-    try:
-        library = ctypes.CDLL(driver)
-    except OSError:
+    library, files = driver.load(name), driver.gpu_files()
+    if library:
+        _refuse_old_driver(driver.newest_cuda(library))
+    if not files:
         return
-    number = ctypes.c_int()
-    if library.cuDriverGetVersion(ctypes.byref(number)) or torch.version.cuda is None:
+    if library is None:
+        why = f"the driver's {name} is not found"
+    elif why := driver.failure(library):
+        if not any(os.access(file, os.R_OK | os.W_OK) for file in files):
+            why = f"this process may not open {files[0]} ({why})"
+    elif not torch.backends.cuda.is_built():
+        why = f"torch {torch.__version__} is built without CUDA: install another (make venv)"
+    if why:
+        raise InputError(
+            f"{len(files)} GPUs under /dev, but {with_hint(why)}; or give --device cpu to train "
+            "without GPUs"
+        )
+
+
+def _refuse_old_driver(newest_cuda: int) -> None:
+    """Raise InputError if the driver supports no CUDA of torch's major version."""
+    if torch.version.cuda is None or not newest_cuda:
         return
-    newest, needed = number.value // 1000, int(torch.version.cuda.split(".")[0])
+    newest, needed = newest_cuda // 1000, int(torch.version.cuda.split(".")[0])
     if newest >= needed:
         return
     fit = [name for name, parts in stacks().items() if int(parts["cuda"].split(".")[0]) <= newest]
     drivers = [p["driver"] for p in stacks().values() if p["cuda"].startswith(f"{needed}.")]
     raise InputError(
-        f"this host's NVIDIA driver supports CUDA {newest}.{number.value % 1000 // 10} at most, "
+        f"this host's NVIDIA driver supports CUDA {newest}.{newest_cuda % 1000 // 10} at most, "
         f"but torch {torch.__version__} is built for CUDA {torch.version.cuda}, which needs "
         f"{f'driver {min(drivers)} or newer' if drivers else 'a newer driver'}: update the driver, "
         + (f"take stack {' or '.join(fit)} (STACK={fit[0]}), " if fit else "")

@@ -15,6 +15,7 @@ from common.group.collectives import gather
 from common.group.devices import choose_backend
 from common.group.interfaces import choose_interface
 from common.group.rendezvous import meet
+from common.launch.process import show_messages_to_parent
 from common.launch.ranks import Ranks
 
 
@@ -36,6 +37,8 @@ def process_group(
     name = choose_backend(backend, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if "nccl" in name:
+        show_messages_to_parent()
     with gloo_does_not_disturb(name):
         if ranks.world_size == 1:
             store: dist.Store = dist.HashStore()

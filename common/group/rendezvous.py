@@ -1,7 +1,6 @@
 """The rendezvous: all ranks meet at rank 0's store, or all hear why they cannot."""
 
 import datetime
-import hashlib
 import json
 import os
 import socket
@@ -12,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from common import ROOT
 from common.errors import InputError, TrainingError
+from common.git import code_sha256
 from common.group.interfaces import interface_names
 from common.launch.port import bind, unresolved
 from common.launch.ranks import Ranks
@@ -131,7 +130,7 @@ def _meet(
         "rank": ranks.rank,
         "host": socket.gethostname(),
         "world_size": ranks.world_size,
-        "code": _code_sha256(),
+        "code": code_sha256(),
         "error": str(refusal or ""),
     }
     store.set(f"arrived/{store.add('arrived', 1)}", json.dumps(mine))
@@ -204,14 +203,6 @@ def _refusals(found: list[dict[str, Any]]) -> str:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         lines.append(message if len(names) == len(found) else f"{names[0]}{more}: {message}")
     return "; ".join(lines)
-
-
-def _code_sha256() -> str:
-    """Hash of the code that every rank must have alike."""
-    digest = hashlib.sha256()
-    for file in sorted([*ROOT.glob("common/**/*.py"), *ROOT.glob("recipes/**/*.py")]):
-        digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
-    return digest.hexdigest()
 
 
 def _not_met(ranks: Ranks, timeout_s: float, there: Sequence[int] = ()) -> TrainingError:

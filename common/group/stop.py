@@ -2,11 +2,13 @@
 
 import signal
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from common.errors import STOP_SIGNALS
+from common.group.devices import synchronize
 
 
 class StopAgreement:
@@ -16,10 +18,15 @@ class StopAgreement:
     in the next all-reduce. About once every `interval_s` they all-reduce two numbers: whether a
     signal came, and the slowest rank's time per step. Every rank computes the step of the next
     agreement from the same two numbers, whether a step takes 1 ms or 10 s.
+
+    Args:
+        devices: that do the steps. A step counts when they have done it: a GPU may have hundreds of
+            steps still to do.
+        interval_s: time between two agreements.
     """
 
-    def __init__(self, interval_s: float = 1.0) -> None:
-        self.interval_s = interval_s
+    def __init__(self, devices: Sequence[torch.device] = (), interval_s: float = 1.0) -> None:
+        self.devices, self.interval_s = devices, interval_s
         self.requested: int | None = None
         self._last_step = -1
         self._next_step = 0
@@ -45,6 +52,7 @@ class StopAgreement:
             self._last_step = step - 1
         if step < self._next_step and not at_once:
             return False
+        synchronize(*self.devices)
         now = time.monotonic()
         step_s = (now - self._since) / max(1, step - self._last_step)
         agreement = torch.tensor([float(self.requested is not None), step_s], dtype=torch.float64)

@@ -1,13 +1,14 @@
 """Which rank is this process, who starts the ranks, and how do they end?
 
 Finds the ranks in any launcher's environment (`ranks`), starts ranks on this machine (`start`), is
-a rank (`process`), and reports failures as one `error:` line (`report`) with advice (`hints`).
+a rank (`process`), and reports failures as one `error:` line (`report`).
 Importing this room imports no torch: a launcher starts at once, and bad usage is refused before
 torch is loaded.
 
 Environment variables of the project, all of them:
 
     RECIPES_ERRORS        file in which ranks leave their errors for the process that started them
+    RECIPES_MESSAGES      pipe on which that process reads what libraries of the ranks say
     RECIPES_PARENT        that process's id: a rank ends when that process ends
     RECIPES_COMMAND       the command that the user typed
     RECIPES_LISTEN_FD     rank 0's socket, bound by the launcher

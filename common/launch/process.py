@@ -142,6 +142,18 @@ def die_with_parent() -> None:
             os._exit(STATUS_FAILED)
 
 
+def show_messages_to_parent() -> None:
+    """Let the process that started this rank pass on what libraries, not Python, write to stderr.
+
+    NCCL's watchdog aborts each rank that waits too long for another one. Only the watchdog's
+    message tells such a rank from the one that hangs.
+    """
+    if pipe := os.environ.get("RECIPES_MESSAGES"):  # to open it fails if that process is gone
+        with contextlib.suppress(OSError), Path(pipe).open("w") as messages:
+            sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
+            os.dup2(messages.fileno(), 2)
+
+
 _parent = 0
 
 

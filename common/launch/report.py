@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from common import hints
 from common.errors import (
     STATUS_BAD_INPUT,
     STATUS_FAILED,
@@ -21,7 +22,6 @@ from common.errors import (
     PeerError,
     TrainingError,
 )
-from common.launch import hints
 from common.launch.ranks import Ranks
 
 
@@ -42,17 +42,9 @@ def report(error: Exception, ranks: Ranks) -> int:
     status = STATUS_BAD_INPUT if isinstance(error, InputError) else STATUS_FAILED
     line = _error_line(error, ranks)
     trace = "" if expected else "".join(traceback.format_exception(error))
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        # torchrun shows the first failure; of two within a second, that of the lower rank.
-        if follows:
-            time.sleep(1)
-        else:
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-            try:
-                raise error
-            except Exception:  # it records the exception that is being handled
-                get_error_handler().record_exception(error)
+    elastic = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if elastic and follows:
+        time.sleep(1)  # torchrun ends this rank, which then says nothing
     if errors := os.environ.get("RECIPES_ERRORS"):
         entry = {
             "rank": ranks.rank,
@@ -68,11 +60,36 @@ def report(error: Exception, ranks: Ranks) -> int:
                 file.write(json.dumps(entry) + "\n")
         except OSError:  # the process that started this rank is gone
             say(f"{line}\n{trace}")
-    elif isinstance(error, InputError) and error.agreed and ranks.rank > 0:
-        time.sleep(1)  # rank 0 shows it; mpirun and torchrun end all ranks when the first one ends
+    elif isinstance(error, InputError) and error.agreed and not _speaks(ranks, elastic):
+        time.sleep(1)  # mpirun and torchrun end all ranks when the first one ends
     elif not isinstance(error, PeerError):
         say(f"{line}\n{trace}")
+    if elastic and not follows and not isinstance(error, InputError):
+        # torchrun shows the first failure; of two within a second, that of the lower rank.
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        try:
+            raise error
+        except Exception:  # it records the exception that is being handled
+            get_error_handler().record_exception(error)
     return status
+
+
+def _speaks(ranks: Ranks, elastic: str | None) -> bool:
+    """Whether this rank shows an error that every rank raises.
+
+    It is rank 0. Under torchrun it is the first rank of each host, because torchrun may end rank 0
+    before that speaks: the first one makes a file in the folder of this host's error files.
+    """
+    if not elastic:
+        return ranks.is_main
+    try:
+        (Path(elastic).parents[1] / "shown").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        return ranks.is_main
+    return True
 
 
 def _error_line(error: Exception, ranks: Ranks) -> str:
@@ -95,21 +112,28 @@ def _own_message(error: Exception) -> str:
 
 
 def _shortened(message: str) -> str:
-    """The first sentence of a long torch message, without its source file."""
-    message = re.sub(r"^\[(enforce fail at )?\S+\.(cc|cpp):\d+\] ", "", message)
-    return re.sub(r"\. .*", "", message) if len(message) > 160 else message.rstrip(".")
+    """What NCCL said, or the first sentence of a long torch message without its source file."""
+    if found := re.search(r"^NCCL error.*Last error: (.+)", message):
+        return f"NCCL: {found[1]}"
+    places = r"^\[(enforce fail at )?\S+\.(cc|cpp):\d+\] | (Search for `cuda|CUDA kernel errors).*"
+    message = re.sub(places, "", message)
+    return re.sub(r"(?<!e\.g)\. .*", "", message) if len(message) > 160 else message.rstrip(".")
 
 
-def show_cause(failed: Sequence[tuple[int, int]], silent: dict[int, str], errors: Path) -> int:
+def show_cause(
+    failed: Sequence[tuple[int, int]], silent: dict[int, str], errors: Path, said: str = ""
+) -> int:
     """Show the failure that caused the others; return the exit status of the run.
 
     A killed rank reports nothing, and its peers report that it is gone: the kill is the cause.
     NCCL aborts the peers of a rank that failed by itself: that rank's report is the cause.
+    NCCL's watchdog aborts a rank that waited too long: the rank without its message is the cause.
 
     Args:
         failed: rank and exit status (negative: a signal) of the ranks that ended, in that order.
         silent: ranks that had to be killed because they did not end, and what each was doing.
         errors: file with the ranks' reports.
+        said: what the ranks' libraries wrote to stderr.
     """
     statuses = {status for _, status in failed}
     if statuses <= {STATUS_STOPPED}:
@@ -121,8 +145,12 @@ def show_cause(failed: Sequence[tuple[int, int]], silent: dict[int, str], errors
     reports.sort(key=lambda entry: entry["time"])
     own = next((entry for entry in reports if not entry["follows"]), None)
     reported = {entry["rank"] for entry in reports}
-    killed = [(r, s) for r, s in failed if s < 0 and not (own and s == -signal.SIGABRT)]
-    mute = [(r, s) for r, s in failed if s not in (0, STATUS_STOPPED) and r not in reported]
+    waited = {int(rank) for rank in re.findall(rf"\[Rank (\d+)\].*{hints.WATCHDOG}", said)}
+    explained = -signal.SIGABRT if own or waited else None
+    killed = [(r, s) for r, s in failed if s < 0 and s != explained]
+    aborted = {rank: "its own message is above" for rank, s in failed if s == explained}
+    hung = {rank: state for rank, state in (aborted | silent).items() if rank not in waited}
+    mute = [(r, s) for r, s in failed if s > 0 and s != STATUS_STOPPED and r not in reported]
     busy = set(silent.values()) != {"waiting"}
     host = socket.gethostname()
     if killed:
@@ -137,14 +165,16 @@ def show_cause(failed: Sequence[tuple[int, int]], silent: dict[int, str], errors
         rank, status = mute[0]
         say(f"error: rank {rank} on {host} exited with status {status}; its message is above")
         return STATUS_BAD_INPUT if status == STATUS_BAD_INPUT else STATUS_FAILED
-    elif silent and (not reports or (reports[0]["timed_out"] and busy)):
-        rank, state = max(silent.items(), key=lambda item: item[1] != "waiting")
+    elif waited and not hung:  # the rank that hangs is on another host
+        say(f"error: {hints.with_hint(f'rank {min(waited)} on {host}: {hints.WATCHDOG}')}")
+    elif hung and (waited or not reports or (reports[0]["timed_out"] and busy)):
+        rank, state = max(hung.items(), key=lambda item: item[1] != "waiting")
         say(
             f"error: rank {rank} on {host} stopped answering ({state}); the other ranks waited "
             "--timeout-s for it"
         )
     else:  # the cause is on another host, or a rank waits for a peer that does not answer
         ranks = ", ".join(map(str, silent))
-        waited = f" (rank {ranks} here went on waiting)" if silent else ""
-        say(f"{reports[0]['line']}{waited}\n{reports[0]['traceback']}")
+        still = f" (rank {ranks} here went on waiting)" if silent else ""
+        say(f"{reports[0]['line']}{still}\n{reports[0]['traceback']}")
     return STATUS_FAILED

@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from common import driver
 from common.errors import STATUS_STOPPED, STOP_SIGNALS, InputError
 from common.launch.port import listen
 from common.launch.process import command_line, python_path
@@ -83,15 +85,7 @@ class LaunchOptions:
     @property
     def processes(self) -> int:
         """Processes to start on this host."""
-        return self.nproc or _visible_gpus() or 2
-
-
-def _visible_gpus() -> int:
-    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
-        return 0  # without asking torch, whose import takes a second
-    import torch
-
-    return torch.cuda.device_count()
+        return self.nproc or driver.usable_gpus() or 2
 
 
 @dataclass(frozen=True)
@@ -117,18 +111,29 @@ class Child:
         return _STATES.get(stat.rsplit(")", 1)[1].split()[0], "waiting")
 
 
-def make_error_file() -> Path:
-    """A file in memory into which the ranks write their errors, one per line; gone at the end."""
+class Reports(NamedTuple):
+    """What the ranks leave for the process that started them; gone when it ends."""
+
+    errors: Path
+    """File in memory: the ranks' errors, one per line."""
+    messages: int
+    """Pipe: what the ranks' libraries write to stderr."""
+
+
+def make_error_file() -> Reports:
+    """Make the places for the ranks' errors and messages; environment variables name them."""
     not_executable = 8  # MFD_NOEXEC_SEAL: hardened kernels require it, old kernels refuse it
     try:
         number = os.memfd_create("errors", os.MFD_CLOEXEC | not_executable)
     except OSError:
         number = os.memfd_create("errors")
+    messages, written = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     file = Path(f"/proc/{os.getpid()}/fd/{number}")
     os.environ["RECIPES_ERRORS"] = str(file)
+    os.environ["RECIPES_MESSAGES"] = str(file.with_name(str(written)))
     os.environ["RECIPES_PARENT"] = str(os.getpid())
     os.environ["RECIPES_COMMAND"] = command_line()
-    return file
+    return Reports(file, messages)
 
 
 def launch(arguments: Sequence[str], nproc: int, options: LaunchOptions) -> int:
@@ -144,7 +149,7 @@ def launch(arguments: Sequence[str], nproc: int, options: LaunchOptions) -> int:
     if options.node_rank == 0:  # host 0 serves the store
         store = listen(address, port, several_hosts=several)
         port = store.getsockname()[1]
-    errors = make_error_file()
+    reports = make_error_file()
     env = {
         **os.environ,
         "WORLD_SIZE": str(options.nnodes * nproc),
@@ -168,15 +173,15 @@ def launch(arguments: Sequence[str], nproc: int, options: LaunchOptions) -> int:
         children.append(Child(rank, process.pid, process.poll))
     if store:
         store.close()  # rank 0 has it now
-    return supervise(children, errors)
+    return supervise(children, reports)
 
 
-def supervise(children: Sequence[Child], errors: Path) -> int:
+def supervise(children: Sequence[Child], reports: Reports) -> int:
     """Wait for ranks, pass stop signals on to them, and end them all once one fails.
 
     Args:
         children: the ranks of this host.
-        errors: from `make_error_file`.
+        reports: from `make_error_file`.
 
     Returns:
         0 if all finished, 75 if all saved and stopped, 2 for bad input, 130 for Ctrl-C, else 1.
@@ -185,6 +190,7 @@ def supervise(children: Sequence[Child], errors: Path) -> int:
     failed: list[tuple[int, int]] = []
     silent: dict[int, str] = {}  # ranks that were killed below, and what each was doing
     forwarded: set[int] = set()
+    said = ""  # by the ranks' libraries, most recently
     deadline = float("inf")
 
     def forward(number: int, _frame: object) -> None:
@@ -210,8 +216,9 @@ def supervise(children: Sequence[Child], errors: Path) -> int:
                 for child in pending.values():
                     silent.setdefault(child.rank, child.doing())
                     child.kill(signal.SIGKILL)
+            said = (said + _pass_on(reports.messages))[-(2**20) :]
             time.sleep(0.02)
-        return show_cause(failed, silent, errors)
+        return show_cause(failed, silent, reports.errors, said)
     except KeyboardInterrupt:  # the ranks got the signal too, and may have something to say
         deadline = time.monotonic() + 2
         while time.monotonic() < deadline and any(c.status() is None for c in pending.values()):
@@ -220,3 +227,13 @@ def supervise(children: Sequence[Child], errors: Path) -> int:
     finally:
         for child in pending.values():
             child.kill(signal.SIGKILL)
+
+
+def _pass_on(messages: int) -> str:
+    """Show what the ranks' libraries have said since the last call, and return it."""
+    with contextlib.suppress(OSError):  # nothing to read, or nobody reads
+        text = os.read(messages, 2**16).decode(errors="replace")
+        sys.stderr.write(text)
+        sys.stderr.flush()
+        return text
+    return ""

@@ -1,5 +1,6 @@
 """The folder that a run leaves (README.md, "What a run leaves")."""
 
+import errno
 import hashlib
 import json
 import logging
@@ -16,9 +17,11 @@ from torch import Tensor
 from common.data.datasets import Data
 from common.errors import InputError, TrainingError
 from common.files import (
+    fix,
     lock,
-    mebibytes,
+    lost_file,
     new_folder,
+    not_writable,
     read_json,
     save_weights,
     weights_sha256,
@@ -27,7 +30,7 @@ from common.files import (
 from common.git import changes
 from common.group.collectives import agreed, broadcast
 from common.launch.ranks import Ranks
-from common.run.manifest import describe_run
+from common.manifest import continued, describe_run
 from common.run.options import (
     MAY_DIFFER_BY_HOST,
     RunOptions,
@@ -37,12 +40,14 @@ from common.run.options import (
     refuse_unlike_rank_0,
 )
 from common.run.snapshot import TrainingState
+from common.terminal import show_table
 
 log = logging.getLogger("recipes")
 
 _FILES = {
     *("config.json", "manifest.json", "metrics.jsonl", "summary.json", "class_indices.json"),
-    *("changes.diff", "model.pt", "best.pt", "snapshots", "weights", "tensorboard", "logs"),
+    *("preprocessing.json", "held_out.json", "changes.diff"),
+    *("model.pt", "best.pt", "snapshots", "weights", "tensorboard", "logs"),
 }
 """What a run writes into its folder, besides .lock."""
 
@@ -75,14 +80,13 @@ class Run:
                 self._lock = _own(folder)
         self.folder: Path = broadcast(folder)
         self.snapshots = self.folder / "snapshots"
+        own = self.folder / "logs" / f"rank_{ranks.rank}.log"
         with agreed():
             try:
-                (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-                file = logging.FileHandler(self.folder / "logs" / f"rank_{ranks.rank}.log")
+                own.parent.mkdir(parents=True, exist_ok=True)
+                file = logging.FileHandler(own, encoding="utf-8", errors="backslashreplace")
             except OSError as error:
-                raise InputError(
-                    f"--output-dir {self.folder} cannot be written: {error}"
-                ) from error
+                raise InputError(not_writable(self.folder, error)) from error
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(file)
         log.info(f"output_dir: {self.folder}")
@@ -111,32 +115,35 @@ class Run:
                 ours = decisive(self._values, self.config)
                 refuse_another_run(theirs, ours, f"folder {self.folder}", self._to_train_further())
 
-    def finished(self, last_step: int, *, can_resume: bool) -> bool:
+    def finished(self, last_step: int, data: Data, *, can_resume: bool) -> bool:
         """Whether nothing is left to do up to `last_step`; if so, show the run's summary.
 
-        A run that has ended can train more steps, or write a lost model.pt again, from a snapshot.
+        A run that has ended can train more steps, or write a lost file again, from a snapshot.
 
         Raises:
-            InputError: something is left to do, but there is no snapshot (not `can_resume`).
+            InputError: something is left to do, but there is no snapshot (not `can_resume`); or
+                model.pt is not the one that the run wrote.
         """
         summary: dict[str, Any] = {}
         with agreed():
             if self.ranks.is_main and (self.folder / "summary.json").exists():
                 summary = read_json(self.folder / "summary.json", "steps")
-                lost = not (self.folder / "model.pt").exists()
-                if lost or summary["steps"] < last_step:
-                    if not can_resume:
-                        missing = "model.pt is" if lost else "its snapshots are"
-                        raise InputError(
-                            f"the run in {self.folder} ended after step {summary['steps']}, but "
-                            f"{missing} gone: choose another --output-dir to train again"
-                        )
+                more = summary["steps"] < last_step
+                records = ("config.json", "manifest.json", *_records(data))
+                lost = "" if more else lost_file(self.folder, summary, records)
+                missing = f"{lost} is gone or damaged" if lost else "its snapshots are gone"
+                what = f"the run in {self.folder} has ended, but {missing}"
+                if lost and can_resume:
+                    log.warning(f"{what}: it is written again")
+                elif (more or lost) and not can_resume:
+                    raise InputError(f"{what}: choose another --output-dir to train again")
+                if more or lost:
                     summary = {}
         summary = broadcast(summary)
         if summary:
             done = f"already finished after step {summary['steps']}: {self.folder} is unchanged"
             log.info(done + self._to_train_further())
-            self._show(summary)
+            show_table({**summary, "output_dir": str(self.folder)})
         return bool(summary)
 
     def _to_train_further(self) -> str:
@@ -150,25 +157,29 @@ class Run:
         with agreed():
             if self.ranks.is_main:
                 self._write_record(manifest, state.step, global_batch_size)
-                if data.class_names:
-                    names = dict(enumerate(data.class_names))
-                    write_json(self.folder / "class_indices.json", names)
+                for name, content in _records(data).items():
+                    write_json(self.folder / name, content)
                 self._metrics = (self.folder / "metrics.jsonl").open("ab+")
                 self._metrics.truncate(state.metrics_bytes)
                 self._metrics.seek(0)
                 self._metrics_hash.update(self._metrics.read())
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._tensorboard = SummaryWriter(
-                    str(self.folder / "tensorboard"), purge_step=state.step + 1
-                )
+                try:
+                    self._tensorboard = SummaryWriter(
+                        str(self.folder / "tensorboard"), purge_step=state.step + 1
+                    )
+                except UnicodeError as error:
+                    log.warning(f"no curves: TensorBoard cannot write into such a folder ({error})")
 
     def _write_record(self, manifest: dict[str, Any], step: int, global_batch_size: int) -> None:
         resolved = {
             "output_dir": str(self.folder),
             "global_batch_size": global_batch_size,
             "device": self.devices[0].type,
+            "devices_used": list(map(str, self.devices)),  # a resumed run may use others
             "backend": dist.get_backend(),
+            "resume": f"step {step}" if step else "never",
         }
         write_json(self.folder / "config.json", {**self._values, **resolved})
         record, then = self.folder / "manifest.json", {}
@@ -176,12 +187,12 @@ class Run:
             then = read_json(record) if step and record.is_file() else {}
         except InputError:
             log.warning(f"{record} was damaged: it is written again, without earlier starts")
-        write_json(record, _continued(manifest, then, step))
-        diff, kept = changes() if manifest["changed_files"] else "", self.folder / "changes.diff"
-        if step and kept.exists() and kept.read_text(encoding="utf-8") != diff:
+        write_json(record, continued(manifest, then, step))
+        diff, kept = changes() if manifest["changed_files"] else b"", self.folder / "changes.diff"
+        if step and kept.exists() and kept.read_bytes() != diff:
             kept.rename(self.folder / f"changes_until_step_{step}.diff")
         if diff:
-            kept.write_text(diff, encoding="utf-8")
+            kept.write_bytes(diff)
 
     def metrics(self, step: int, epoch: int, **values: float) -> None:
         """Add a line to metrics.jsonl and the scalars to TensorBoard, on rank 0."""
@@ -193,8 +204,8 @@ class Run:
             self._metrics.flush()
         except OSError as error:
             raise TrainingError(
-                f"cannot write {self._metrics.name} ({error.strerror}): mend this, then run the "
-                "same command to resume from the last snapshot"
+                f"cannot write {self._metrics.name} ({error.strerror}): {fix(error)}, then "
+                "run the same command to resume from the last snapshot"
             ) from error
         self._metrics_hash.update(line.encode())
         try:
@@ -231,12 +242,17 @@ class Run:
                 self._tensorboard.close()
         self._metrics.close()
         self._lock.close()
-        self._show(content)
+        show_table({**content, "output_dir": str(self.folder)})
 
-    def _show(self, summary: dict[str, Any]) -> None:
-        rows = {k: _shown(k, v) for k, v in summary.items()} | {"output_dir": str(self.folder)}
-        width = max(map(len, rows))
-        log.info("\n".join(["", *(f"  {k:<{width}}  {v}" for k, v in rows.items()), ""]))
+
+def _records(data: Data) -> dict[str, Any]:
+    """Names and contents of the files that describe the data."""
+    found = {
+        "class_indices.json": dict(enumerate(data.class_names)),
+        "preprocessing.json": data.preprocessing if data.resize else None,
+        "held_out.json": list(data.held_out),
+    }
+    return {name: content for name, content in found.items() if content}
 
 
 def _own(folder: Path) -> IO[str]:
@@ -247,45 +263,16 @@ def _own(folder: Path) -> IO[str]:
             files that look like a run's and are not.
     """
     try:
+        if len(os.fsencode(folder.absolute())) > 3800:  # of 4,096 with the names of the files
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         folder.mkdir(parents=True, exist_ok=True)
         held, config = {path.name for path in folder.iterdir()}, folder / "config.json"
         ours = ".lock" in held or (config.is_file() and "recipe" in read_json(config))
         if not ours and (foreign := sorted(held & _FILES)):
             raise InputError(
-                f"{folder} holds {', '.join(foreign)}, which no run wrote there: choose another "
-                "--output-dir"
+                f"{folder} holds {', '.join(foreign)}, but neither config.json nor .lock of a run: "
+                "choose another --output-dir"
             )
         return lock(folder)
     except OSError as error:
-        raise InputError(f"--output-dir {folder} cannot be written: {error}") from error
-
-
-def _continued(now: dict[str, Any], then: dict[str, Any], step: int) -> dict[str, Any]:
-    """The manifest `now`; under `before`, what was different until `step`, newest last."""
-    before = then.pop("before", [])
-    changed = {
-        name: value
-        for name, value in then.items()
-        if name not in ("command", "seed", "start") and now.get(name) != value
-    }
-    if changed:
-        before.append({"until_step": step, **changed})
-    # A change of hosts is usual, and TrainingState.resume warns about the number of ranks.
-    if others := [name for name in changed if name not in ("hosts", "world_size")]:
-        log.warning(
-            f"resuming from step {step} with another {', '.join(others)}: manifest.json keeps the "
-            "values before it"
-        )
-    return {**now, "before": before} if before else now
-
-
-def _shown(name: str, value: Any) -> str:
-    if name.endswith("_bytes") and isinstance(value, int):
-        return mebibytes(value)
-    if isinstance(value, dict):
-        return ", ".join(f"{k} {_shown(k, v)}" for k, v in value.items())
-    if name == "peak_memory_bytes":
-        return ", ".join(map(mebibytes, value))
-    if isinstance(value, float):
-        return f"{value:,.4f}" if abs(value) < 100 else f"{value:,.0f}"
-    return str(value)
+        raise InputError(not_writable(folder, error)) from error

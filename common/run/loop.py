@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from common.data.datasets import Data
 from common.data.stream import GlobalBatches
 from common.errors import StopRequested
-from common.files import save_weights
+from common.files import save_weights, weights_sha256
 from common.group.collectives import gather_numbers
 from common.group.stop import StopAgreement
 from common.launch.report import say
@@ -51,6 +51,8 @@ class Loop:
         mesh: DeviceMesh | None = None,
     ) -> None:
         self.run, self.options, self.batches, self.data = run, options, batches, data
+        if data.resize:
+            run.resolve(image_size=data.side)
         loss_sum = torch.zeros((), dtype=torch.float64, device=run.devices[0])
         self.state = TrainingState(parts, loss_sum, mesh)
         total_steps = options.epochs * batches.steps_per_epoch
@@ -68,7 +70,7 @@ class Loop:
         run, state, seed = self.run, self.state, self.run.options.seed
         run.refuse_another_run()
         found = snapshot_files.find(run.options.resume, run.snapshots, self._identity)
-        if run.finished(self.last_step, can_resume=found is not None):
+        if run.finished(self.last_step, self.data, can_resume=found is not None):
             return False
         seed_everything(seed, run.ranks.rank)  # from here on each rank draws its own dropout
         if found:
@@ -84,7 +86,8 @@ class Loop:
 
     def epochs(self) -> range:
         """Begin to listen for stop signals; return the epochs still to do, counted from 0."""
-        self._stop, self._speed = StopAgreement(), Throughput(self.run.devices)
+        devices = self.run.devices
+        self._stop, self._speed = StopAgreement(devices), Throughput(devices)
         if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is ignored
             signal.signal(signal.SIGINT, self._interrupt)
         self._progress = progress_bar(self.last_step, self.state.step, main=self.run.ranks.is_main)
@@ -178,7 +181,7 @@ class Loop:
             if run.ranks.is_main:
                 kept = {k: v.detach().to("cpu", copy=True) for k, v in weights.items()}
                 save_weights(kept, run.folder / "best.pt")
-                state.best["weights"] = kept
+                state.best |= {"weights_sha256": weights_sha256(kept), "weights": kept}
         if run.options.epoch_weights and run.ranks.is_main:
             save_weights(weights, run.folder / "weights" / f"epoch_{state.epoch:04d}.pt")
         self._speed.resume()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
-from common.errors import TrainingError
+from common.errors import InputError, TrainingError
 from common.group.collectives import agreed, gather, gather_numbers, gather_to_rank_0
 from common.group.process_group import gloo_does_not_disturb, keep_until_exit
 from common.run.snapshot_files import (
@@ -26,10 +26,12 @@ from common.run.snapshot_files import (
     list_snapshots,
     newest_name,
     remove,
+    unlike,
     write,
 )
 from common.seeds import rng_state, seed_everything, set_rng_state
 from common.shards import Shards, put_together, take_apart, whole
+from common.training.state import refuse_other_state
 
 _POSITION = ("epoch", "batch", "step", "metrics_bytes", "metrics_sha256")
 log = logging.getLogger("recipes")
@@ -151,27 +153,54 @@ class TrainingState:
 
         On another number of ranks the model, the optimizer, the position and the order of samples
         are still exact, but each rank's random generators start from (seed, rank, step).
+
+        Raises:
+            InputError: the snapshot does not hold this run's state.
         """
+        with agreed():
+            try:
+                self._load(found, seed)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever other content makes torch or Python raise
+                what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                raise InputError(unlike(found["file"], what)) from error
+
+    def _load(self, found: dict[str, Any], seed: int) -> None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         mesh = None if self.mesh is None else list(self.mesh.shape)
         same = (found["world_size"], found.get("mesh")) == (world_size, mesh)
-        for name in _POSITION:
-            setattr(self, name, found.get(name, ""))
-        self.saved_step, self.best = self.step, found["best"]
-        if self.best and rank:
-            del self.best["weights"]
+        present = {name: part.state_dict() for name, part in self.parts.items()}
         self._shards = found["shards"]
         if self.mesh is not None:
             files = Shards(self._shards, first=rank % len(self._shards))
-            mine, present = files.opened[0], {n: p.state_dict() for n, p in self.parts.items()}
+            mine = files.opened[0]
             own = tree_map_only(Tensor, torch.clone, mine["parts"])  # the file may be removed
-            found = put_together(own, present, files) | found
+            parts = put_together(own, present, files)
             losses = mine["loss_sum"] if same else found["mean_loss_sum"]
         else:
-            losses = torch.cat([entry["loss_sum"] for entry in found["ranks"]]).chunk(world_size)
-            losses, mine = losses[rank], found["ranks"][rank % len(found["ranks"])]
+            ranks = found["ranks"]
+            if len(ranks) != found["world_size"]:
+                raise ValueError(f"it is of {len(ranks)} ranks")
+            others = {"format", "identity", "world_size", "ranks", "best", *_POSITION}
+            parts = {name: found[name] for name in found.keys() - others - {"file", "shards"}}
+            losses = torch.cat([entry["loss_sum"] for entry in ranks]).chunk(world_size)[rank]
+            mine = ranks[rank % len(ranks)]
+        if unlike_ours := parts.keys() ^ self.parts.keys():
+            raise ValueError(f"other parts: {', '.join(sorted(unlike_ours))}")
         for name, part in self.parts.items():
-            part.load_state_dict(found[name])
+            refuse_other_state(part, parts[name])
+            part.load_state_dict(parts[name])
+        for name in _POSITION:
+            setattr(self, name, found.get(name, ""))  # snapshots of older code have no hash
+        if min(self.epoch, self.batch, self.step, self.metrics_bytes) < 0:
+            raise ValueError("a negative position")
+        self.saved_step, self.best = self.step, found.get("best")
+        if self.best:
+            weights = dict(self.best.pop("weights"))
+            self.best |= {} if rank else {"weights": weights}
+        if losses.dtype != self.loss_sum.dtype:
+            raise ValueError(f"loss_sum is {losses.dtype}")
         self.loss_sum = losses.to(self.loss_sum.device, copy=True)
         if same:
             set_rng_state(mine["rng"])

@@ -65,13 +65,25 @@ def read(path: Path) -> dict[str, Any]:
     if checksum(path) != expected[1]:
         raise UnsoundError(f"snapshot {path} is torn or altered: its checksum is not {expected[1]}")
     content = load_data_only(path)
-    if content.get("format") != FORMAT:
+    format_ = content.get("format") if isinstance(content, dict) else None
+    if format_ != FORMAT:
         raise InputError(
-            f"snapshot {path} has format {content.get('format')}, this code reads {FORMAT}: "
+            f"snapshot {path} has format {format_}, this code reads {FORMAT}: "
             "use the version of the code that wrote it"
         )
+    kinds = {"identity": dict, "step": int, "metrics_bytes": int}
+    if wrong := [name for name, kind in kinds.items() if not isinstance(content.get(name), kind)]:
+        raise InputError(unlike(path, f"no {', '.join(wrong)}"))
     shards = [str(path.parent / name) for name in content.get("shards", ())]
-    return {**content, "path": str(path), "shards": shards}
+    return {**content, "file": str(path), "shards": shards}
+
+
+def unlike(path: Path | str, what: str) -> str:
+    """The message for a snapshot that is intact but does not hold what a run writes."""
+    return (
+        f"snapshot {path} does not hold this run's state ({what}): move it away to resume from the "
+        "snapshot before it"
+    )
 
 
 def find(resume: str | Path, folder: Path, identity: Options) -> dict[str, Any] | None:
@@ -91,12 +103,12 @@ def find(resume: str | Path, folder: Path, identity: Options) -> dict[str, Any] 
         found = None
         with agreed():
             if dist.get_rank() == 0 and (found := _find(resume, folder)):
-                refuse_another_run(found["identity"], identity, f"the snapshot in {folder}")
+                refuse_another_run(found["identity"], identity, f"snapshot {found['file']}")
         found = broadcast(found)
         fault = _first_fault(found["shards"]) if found else ""
         with agreed():
             if found and fault:
-                _set_aside(Path(found["path"]), folder, fault)
+                _set_aside(Path(found["file"]), folder, fault)
         if not fault:
             break
     if found:

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from common.downloads import download_weights
 from common.errors import InputError
+from common.files import refuse_closed
 from common.group.collectives import agreed
 
 log = logging.getLogger("recipes")
@@ -38,7 +41,8 @@ class ModelOptions:
     dropout: float = 0.0
     """Share of features dropped before convnet's last layer."""
     weights: Path | None = None
-    """File with the initial state_dict; entries whose shape differs are named and skipped."""
+    """File with the initial state_dict; entries whose shape differs are named and skipped.
+    --download gets a missing file of torchvision, such as resnet34-b627a593.pth."""
     freeze_layers: bool = False
     """Train the last layer only."""
     channels_last: bool = False
@@ -54,6 +58,17 @@ class ModelOptions:
             raise ValueError(f"--dropout must be at least 0 and below 1, got {self.dropout}")
         if self.dropout and self.model != "convnet":
             raise ValueError("--dropout is an option of --model convnet")
+
+    def resolved(self, side: int) -> dict[str, str]:
+        """`norm` and `stem` without auto, for images of this side [px]."""
+        norm = "group" if self.model == "convnet" else "batch"
+        first = read_weights(self.weights).get("conv1.weight") if self.weights else None
+        small = side < 64 if first is None else first.shape[-1] == 3
+        stem = "small" if small else "large"
+        return {
+            "norm": norm if self.norm == "auto" else self.norm,
+            "stem": stem if self.stem == "auto" else self.stem,
+        }
 
 
 class ConvNet(nn.Module):
@@ -92,19 +107,16 @@ class ConvNet(nn.Module):
 
 def build_model(options: ModelOptions, channels: int, classes: int, side: int = 224) -> nn.Module:
     """The model for images (samples, channels, side, side); its last layer is called `fc`."""
-    convnet = options.model == "convnet"
-    group = convnet if options.norm == "auto" else options.norm == "group"
-    norm = partial(nn.GroupNorm, 8) if group else nn.BatchNorm2d
-    if convnet:
+    chosen = options.resolved(side)
+    norm = partial(nn.GroupNorm, 8) if chosen["norm"] == "group" else nn.BatchNorm2d
+    if options.model == "convnet":
         return ConvNet(channels, classes, norm, options.dropout)
     from torchvision import models
 
     model: nn.Module = getattr(models, options.model)(
         num_classes=classes, norm_layer=norm, zero_init_residual=options.zero_init_residual
     )
-    first = read_weights(options.weights).get("conv1.weight") if options.weights else None
-    small = side < 64 if first is None else first.shape[-1] == 3
-    if options.stem == "small" or (options.stem == "auto" and small):
+    if chosen["stem"] == "small":
         model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
         model.maxpool = nn.Identity()
     elif channels != 3:
@@ -112,8 +124,17 @@ def build_model(options: ModelOptions, channels: int, classes: int, side: int = 
     return model
 
 
-def prepare_model(options: ModelOptions, channels: int, classes: int, side: int) -> nn.Module:
-    """Build the model, load its weights and freeze its layers; an error reaches every rank."""
+def prepare_model(
+    options: ModelOptions, channels: int, classes: int, side: int, *, download: bool = False
+) -> nn.Module:
+    """Build the model, load its weights and freeze its layers; an error reaches every rank.
+
+    With `download`, rank 0 first gets a weights file of torchvision that is missing.
+    """
+    if options.weights:
+        with agreed():
+            if dist.get_rank() == 0:
+                download_weights(options.model, options.weights, wanted=download)
     with agreed():
         model = build_model(options, channels, classes, side)
         if options.weights:
@@ -140,6 +161,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Raises:
         InputError: no such file, or not a weights file.
     """
+    refuse_closed("--weights", path)
     if not path.is_file():
         raise InputError(f"--weights {path} is not a file")
     try:
@@ -149,7 +171,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     for key in ("state_dict", "model"):
         if isinstance(found, dict) and isinstance(found.get(key), dict):
             found = found[key]
-    if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in found.items()
+    ):
         raise InputError(f"--weights {path} holds no state_dict (names to tensors)")
     return {name.removeprefix("module."): value for name, value in found.items()}
 
@@ -161,7 +185,7 @@ def load_matching(model: nn.Module, path: Path) -> tuple[list[str], list[str]]:
         Names of the loaded entries, and names of the file's and the model's other entries.
 
     Raises:
-        InputError: as `read_weights`, or no entry fits.
+        InputError: as `read_weights`, no entry fits, or an entry is not finite.
     """
     found, own = read_weights(path), model.state_dict()
     matching = {k: v for k, v in found.items() if k in own and own[k].shape == v.shape}
@@ -171,8 +195,19 @@ def load_matching(model: nn.Module, path: Path) -> tuple[list[str], list[str]]:
             f"entries are {', '.join(list(found)[:3]) or 'none'}, the model's are "
             f"{', '.join(list(own)[:3])}"
         )
+    if bad := [name for name, value in matching.items() if not _is_finite(value)]:
+        raise InputError(
+            f"--weights {path}: {', '.join(bad[:3])} is sparse or complex, has no data, or is not "
+            "finite: give a file with a dense model's finite weights"
+        )
     model.load_state_dict(matching, strict=False)
     return list(matching), sorted((own.keys() | found.keys()) - matching.keys())
+
+
+def _is_finite(value: Tensor) -> bool:
+    """Whether a tensor has data, at every place a finite real number."""
+    plain = value.layout == torch.strided and not value.is_meta and not value.is_complex()
+    return plain and bool(value.double().isfinite().all())
 
 
 def freeze_all_but_last(model: nn.Module) -> None:

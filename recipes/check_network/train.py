@@ -41,8 +41,8 @@ from common.group.interfaces import interface_towards
 from common.group.process_group import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
+from common.manifest import describe_run
 from common.run.announce import device_in_words
-from common.run.manifest import describe_run
 from common.run.options import flatten
 from common.terminal import log, set_up_logs
 from recipes.check_network.report import report

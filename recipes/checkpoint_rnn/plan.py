@@ -9,6 +9,7 @@ trained yet, because memory that a process has freed still counts as resident.
 import logging
 import math
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import default_collate
 
 from common.errors import STOP_SIGNALS, InputError, TrainingError
 from common.files import mebibytes, read_json, write_json
@@ -153,15 +153,14 @@ def step_cost(
     try:
         for step in range(2):
             start_s = time.perf_counter()
-            samples = [data.train[step, index] for index in range(batch_size)]
-            sequences, _ = default_collate(samples)
+            sequences = data.train.__getitems__([(step, index) for index in range(batch_size)])
             train_step(model, optimizer, sequences.to(device, dtype), segments)
             synchronize(device)
             times.append(time.perf_counter() - start_s)
     except MemoryError:
         return None
     except RuntimeError as error:  # which torch's allocators raise
-        if "alloc" in str(error) or "memory" in str(error):
+        if re.search("alloc|out of memory", str(error), re.I):  # not "an illegal memory access"
             return None
         raise
     return memory.above_start(), min(times)

@@ -93,7 +93,8 @@ def train(config: Config, ranks: Ranks) -> None:
         micro_batch_size = parallel.micro_batch_size(batches.batch_size_per_rank)
 
         # model
-        model = prepare_model(config.model, *data.shape)
+        model = prepare_model(config.model, *data.shape, download=config.data.download)
+        run.resolve(**config.model.resolved(data.side))
         model.to(device, dtype)
 
         # parallelise

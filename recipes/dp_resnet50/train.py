@@ -135,7 +135,8 @@ def train(config: Config, ranks: Ranks) -> None:
         run.resolve(num_workers=loader.num_workers)
 
         # model
-        model = prepare_model(config.model, *data.shape)
+        model = prepare_model(config.model, *data.shape, download=config.data.download)
+        run.resolve(**config.model.resolved(data.side))
         model.to(device, dtype)
 
         # parallelise

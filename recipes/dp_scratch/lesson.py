@@ -5,11 +5,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, cross_entropy
+
 from common.figure import save_figure
 from common.files import write_json
 from common.seeds import seed_everything
 from common.terminal import log, progress_bar
 from common.training.evaluate import evaluate
+from recipes.dp_scratch.lenet import lenet
 
 LESSON_EPOCHS = 6
 
@@ -60,6 +65,47 @@ def show_lesson(
     for rule, curves in found.items():
         ends = ", ".join(f"batch {size} {curve[-1]:.3f}" for size, curve in curves.items())
         log.info(f"  {rule}: {ends}")
+    seed_everything(seed)
+    show_diversity(start().copies[0], load, folder)
+
+
+def show_diversity(parameters: dict[str, Tensor], load: Callable[[int], Any], folder: Path) -> None:
+    """Compare gradients of batches of different samples with those of one sample copied.
+
+    A gradient that points where the gradient of all samples points is a good step. More different
+    samples bring it nearer. More copies of one sample bring nothing, whatever the batch size.
+
+    Args:
+        parameters: of the LeNet, before training.
+        load: see `show_lesson`.
+        folder: of the run; gets diversity.json.
+    """
+
+    def gradient(images: Tensor, labels: Tensor) -> Tensor:
+        cross_entropy(lenet(parameters, images), labels).backward()
+        parts = [value.grad.flatten() for value in parameters.values() if value.grad is not None]
+        for value in parameters.values():
+            value.grad = None
+        return torch.cat(parts)
+
+    most = min(load(1)[0].samples, 1024)  # bounds the memory
+    images, labels = next(iter(load(most)[1]))
+    whole = gradient(images, labels)
+
+    def cosine(batches: list[list[int]]) -> float:
+        gradients = [gradient(images[batch], labels[batch]) for batch in batches]
+        return sum(float(cosine_similarity(own, whole, 0)) for own in gradients) / len(gradients)
+
+    found: dict[str, dict[int, float]] = {"different samples": {}, "one sample copied": {}}
+    for size in (1, 8, 64):
+        different = [[(n * size + i) % most for i in range(size)] for n in range(8)]
+        found["different samples"][size] = cosine(different)
+        found["one sample copied"][size] = cosine([[n] * size for n in range(8)])
+    write_json(folder / "diversity.json", found)
+    log.info(f"cosine between the gradients of a batch and of {most} samples, mean of 8 batches:")
+    for kind, cosines in found.items():
+        ends = ", ".join(f"batch {size} {mean:.2f}" for size, mean in cosines.items())
+        log.info(f"  {kind}: {ends}")
 
 
 def plot_lesson(found: dict[str, dict[int, list[float]]], *panels: Any) -> None:

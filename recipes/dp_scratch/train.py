@@ -7,6 +7,7 @@ devices. `cpu cpu` works too, but is no faster than `cpu`: both share the cores 
 
     make run RECIPE=dp_scratch                                       all GPUs, or cpu cpu
     make run RECIPE=dp_scratch ARGS="--devices cuda:0 cuda:1"        these two
+    make run RECIPE=dp_scratch ARGS=--show                           scatter and all-reduce, printed
     docker run --gpus all IMAGE dp_scratch                           the same in the image
     srun --ntasks 1 --gpus 2 python -m recipes dp_scratch            one Slurm task with two GPUs
 
@@ -50,6 +51,7 @@ from common.training.evaluate import evaluate
 from common.training.optimizer import ScheduleOptions
 from recipes.dp_scratch.lenet import initialize, lenet, refuse_other_images
 from recipes.dp_scratch.lesson import show_lesson
+from recipes.dp_scratch.show import show_steps
 
 NAME = "dp_scratch"
 
@@ -62,6 +64,8 @@ class ParallelOptions:
     """Devices, such as `cuda:0 cuda:1`, or `cpu cpu` to learn. None: all GPUs, else `cpu cpu`."""
     lesson: bool = free(True)
     """At the end, train again with larger batches and draw a figure (the batch-size lesson)."""
+    show: bool = free(False)
+    """Print what each device holds before and after a scatter and an all-reduce. Trains nothing."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,12 @@ class Replicas(nn.Module):
                 value.data.copy_(state_dict[name])
 
 
+def scatter(batch: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
+    """Each device's part of the batch, on the device; sizes differ by one sample at most."""
+    parts = batch.tensor_split(len(devices))
+    return [part.to(device) for part, device in zip(parts, devices, strict=True)]
+
+
 def all_reduce(tensors: Sequence[Tensor]) -> None:
     """Replace each device's tensor by the sum over devices."""
     for other in tensors[1:]:
@@ -119,16 +129,8 @@ def train_step(replicas: Replicas, images: Tensor, labels: Tensor, lr: float) ->
     `images` are (samples, 1, 28, 28), with at least one sample per device; `labels` (samples,).
     """
     devices = replicas.devices
-    losses = [
-        cross_entropy(lenet(copy, x.to(device)), y.to(device), reduction="sum")
-        for copy, device, x, y in zip(
-            replicas.copies,
-            devices,
-            images.tensor_split(len(devices)),
-            labels.tensor_split(len(devices)),
-            strict=True,
-        )
-    ]
+    parts = zip(replicas.copies, scatter(images, devices), scatter(labels, devices), strict=True)
+    losses = [cross_entropy(lenet(copy, x), y, reduction="sum") for copy, x, y in parts]
     for loss in losses:  # this only starts work on a GPU, so all GPUs compute at the same time
         loss.backward()
     for name in replicas.copies[0]:
@@ -151,6 +153,9 @@ def train(config: Config, ranks: Ranks) -> None:
     devices = choose_devices(config.parallel.devices, config.run.device, on_cpu=2)
     device = devices[0]
     announce(NAME, config.run, ranks, device)
+    if config.parallel.show:
+        show_steps(devices, scatter, all_reduce)
+        return
     log.info(f"the batch is split over {', '.join(map(str, devices))}")
     dtype, _, _ = mixed_precision(config.run.precision, device)
     with process_group(ranks, device, config.run.backend, config.run.timeout_s):

@@ -8,16 +8,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.data.datasets import ArraySamples, Data
 from common.errors import InputError
 from common.group.collectives import gather_to_rank_0
+from common.group.devices import choose_devices
+from common.launch.ranks import Ranks
 from common.options import free
 from common.terminal import log
 from common.training.ddp import warm_up
 from common.training.models import ModelOptions, build_model
+
+LAYERS = {"toy": 2, "resnet50": 19}
+"""Layers with parameters, of which a stage needs at least one."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +42,17 @@ class ParallelOptions:
     """Into how many stages the model is cut, and in which order they work."""
 
     schedule: Literal["split", "micro", "gpipe", "1f1b"] = "split"
-    """split and micro: one process over several devices; gpipe and 1f1b: one process per stage."""
+    """Order of the work. split and micro: one process drives the devices of all stages;
+    gpipe and 1f1b: one process per stage."""
     stages: int = 2
     """Stages of the model, with about the same floating-point operations in each."""
     micro_batches: int | None = None
     """Micro-batches per batch. None: 1 for split, else 4."""
     data_parallel: int = 1
-    """Copies of the pipeline, each with its share of the batch (gpipe and 1f1b)."""
+    """Copies of the model, each with its share of the batch.
+    split and micro: one process per copy; gpipe and 1f1b: one process per stage of each copy."""
     devices: tuple[str, ...] | None = None
-    """One device per stage (split and micro): `cuda:0 cuda:1` or `cpu cpu`.
+    """One device per stage (split and micro, one copy): `cuda:0 cuda:1` or `cpu cpu`.
     None: the GPUs in turn, or the CPU."""
     timeline: bool = free(True)
     """Record the last step in timeline.json and timeline.png (gpipe and 1f1b)."""
@@ -67,8 +75,11 @@ class ParallelOptions:
             raise ValueError(
                 f"{len(self.devices)} --devices for {self.stages} --stages: name one per stage"
             )
-        if self.data_parallel > 1 and not self.in_processes:
-            raise ValueError("--data-parallel needs --schedule gpipe or 1f1b")
+        if self.data_parallel > 1 and self.devices:
+            raise ValueError(
+                "--devices names the devices of one copy: leave it out with --data-parallel, and "
+                "the copies on a host share its GPUs in turn"
+            )
 
     @property
     def in_processes(self) -> bool:
@@ -84,7 +95,7 @@ class ParallelOptions:
     @property
     def processes(self) -> int:
         """Number of ranks."""
-        return self.stages * self.data_parallel if self.in_processes else 1
+        return self.data_parallel * (self.stages if self.in_processes else 1)
 
 
 def build(options: WholeModelOptions, data: Data) -> nn.Module:
@@ -149,7 +160,14 @@ def cut(model: Any, stages: int, sample: Tensor) -> list[nn.Sequential]:
     return [nn.Sequential(*chain[a:b]) for a, b in pairwise(best)]
 
 
-class Split(nn.Module):
+def devices_of_copy(options: ParallelOptions, device: str, ranks: Ranks) -> list[torch.device]:
+    """The device of each stage of this process's copy: the copies on a host take GPUs in turn."""
+    first = ranks.local_rank * options.stages
+    stages = ranks.local_world_size * options.stages
+    return choose_devices(options.devices, device, stages=stages)[first : first + options.stages]
+
+
+class Chain(nn.Module):
     """All stages in this process, each on its device; the batch goes through by micro-batches."""
 
     def __init__(
@@ -169,16 +187,38 @@ class Split(nn.Module):
             outputs.append(micro_batch)
         return torch.cat(outputs)
 
+
+class Split(nn.Module):
+    """A `Chain`, and with several copies the average of their gradients."""
+
+    def __init__(
+        self,
+        stages: list[nn.Sequential],
+        devices: list[torch.device],
+        micro_batches: int,
+        copies: int = 1,
+    ):
+        super().__init__()
+        self.chain = Chain(stages, devices, micro_batches)
+        self.parallel: nn.Module = self.chain
+        if copies > 1:  # a module on several devices is wrapped without device_ids
+            self.parallel = DistributedDataParallel(self.chain)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Outputs of this copy alone: DDP's forward would wait for the other copies."""
+        outputs: Tensor = self.chain(inputs)
+        return outputs
+
     def backward(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Compute all gradients; returns the loss."""
-        logits = self(inputs)
+        """Compute all gradients, averaged over the copies; returns this copy's loss."""
+        logits = self.parallel(inputs)
         loss = cross_entropy(logits, labels.to(logits.device))
         loss.backward()
         return loss
 
     def warm_up(self, sample: Tensor, batch_size: int) -> None:
         """Find a batch that the model cannot train on (see `common.training.ddp.warm_up`)."""
-        warm_up(self, sample, batch_size)
+        warm_up(self.parallel, sample, batch_size)
 
 
 def clip_gradients(model: nn.Module, largest: float, stages: dist.ProcessGroup | None) -> None:

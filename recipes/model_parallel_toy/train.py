@@ -3,10 +3,12 @@
 `split` puts the first layers on one device and the rest on the next: a model that is too large for
 one device fits, but only one device works at a time. `micro` cuts the batch into micro-batches, so
 that GPUs overlap. `gpipe` and `1f1b` run one process per stage (torch.distributed.pipelining; GPUs
-or CPUs, one host or several); `--data-parallel N` runs N copies of the pipeline. Use it when a
-model does not fit on one device. If it fits, ddp_launch is simpler and faster.
+or CPUs, one host or several). `--data-parallel N` runs N copies of the model, whose gradients DDP
+averages. Use it when a model does not fit on one device. If it fits, ddp_launch is simpler and
+faster.
 
     make run RECIPE=model_parallel_toy                                           split, one process
+    make run RECIPE=model_parallel_toy ARGS="--schedule micro --data-parallel 2" 2 processes
     make run RECIPE=model_parallel_toy ARGS="--schedule 1f1b --data-parallel 2"  4 processes
     docker run --gpus all IMAGE model_parallel_toy --schedule gpipe              in the image
     srun -n 2 python -m recipes model_parallel_toy --schedule gpipe              one task per stage
@@ -33,7 +35,7 @@ from common import cli
 from common.data.datasets import DataOptions, load_data
 from common.data.loaders import make_loaders
 from common.errors import InputError
-from common.group.devices import choose_device, choose_devices
+from common.group.devices import choose_device
 from common.group.process_group import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
@@ -47,6 +49,7 @@ from common.terminal import set_up_logs
 from common.training.evaluate import evaluate
 from common.training.optimizer import OptimizerOptions, make_optimizer, set_lr
 from recipes.model_parallel_toy.split import (
+    LAYERS,
     ParallelOptions,
     Split,
     StageState,
@@ -54,6 +57,7 @@ from recipes.model_parallel_toy.split import (
     build,
     clip_gradients,
     cut,
+    devices_of_copy,
     generated_points,
 )
 
@@ -78,6 +82,11 @@ class Config:
             raise ValueError(f"{NAME} computes in --precision fp32 or fp64")
         if self.model.model == "toy" and self.data != DataOptions():
             raise ValueError("--model toy trains on generated points: leave out the data options")
+        if self.parallel.stages > (layers := LAYERS[self.model.model]):
+            raise ValueError(
+                f"--stages {self.parallel.stages} is more than the {layers} layers of --model "
+                f"{self.model.model}"
+            )
 
 
 def train(config: Config, ranks: Ranks) -> None:
@@ -91,14 +100,14 @@ def train(config: Config, ranks: Ranks) -> None:
     if parallel.in_processes:
         devices, device = [], choose_device(config.run.device, ranks)
     else:
-        devices = choose_devices(parallel.devices, config.run.device, stages=parallel.stages)
+        devices = devices_of_copy(parallel, config.run.device, ranks)
         device = devices[-1]
     announce(NAME, config.run, ranks, device)
     dtype, _, _ = mixed_precision(config.run.precision, device)
     with process_group(ranks, device, config.run.backend, config.run.timeout_s):
         run = Run(NAME, config, ranks, device, *devices)
         replicas = parallel.data_parallel
-        mesh, replica, data_group, stage_group = None, 0, None, None
+        mesh, replica, data_group, stage_group = None, ranks.rank, None, None
         if parallel.in_processes:
             from recipes.model_parallel_toy.pipeline import Pipeline, make_mesh
 
@@ -112,14 +121,15 @@ def train(config: Config, ranks: Ranks) -> None:
         batch_size = options.total_batch_size(replicas, parallel.micro_batch_count)
         if batch_size % (replicas * parallel.micro_batch_count):
             raise InputError(
-                f"--global-batch-size {batch_size} cannot be divided by {replicas} pipelines x "
+                f"--global-batch-size {batch_size} cannot be divided by {replicas} copies x "
                 f"{parallel.micro_batch_count} micro-batches"
             )
         share = Ranks(replica, replica, replicas, replicas)
         batches, loader, val_loader = make_loaders(  # all stages of a pipeline load the same data
             data, config.data, batch_size, seed, share, (devices or [device])[0], dtype, run.folder
         )
-        run.resolve(num_workers=loader.num_workers)
+        micro_batches = parallel.micro_batch_count
+        run.resolve(num_workers=loader.num_workers, micro_batches=micro_batches)
 
         # model
         model = build(config.model, data).to(dtype)
@@ -131,7 +141,7 @@ def train(config: Config, ranks: Ranks) -> None:
         if mesh is not None:
             pipe = Pipeline(stages, parallel.schedule, parallel.micro_batch_count, device, mesh)
         else:
-            pipe = Split(stages, devices, parallel.micro_batch_count)
+            pipe = Split(stages, devices, parallel.micro_batch_count, replicas)
 
         # optimizer
         state = StageState(model)

@@ -7,15 +7,14 @@ Source: PyTorch, torch.utils.data, IterableDataset.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
-from typing import Any, TypeVar
+from itertools import chain, count, islice
+from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from common.data.stream import GlobalBatches, Key, Samples, loader_options
-
-T = TypeVar("T")
+from common.errors import InputError, multiples_near
 
 
 class BatchStream(IterableDataset[list[Tensor]]):
@@ -35,36 +34,55 @@ class BatchStream(IterableDataset[list[Tensor]]):
             yield self.samples.__getitems__(keys)
 
 
-class ItemStream(IterableDataset[T]):
-    """A source that has no index, such as a pipe or a file that is read line by line.
+class ItemStream(IterableDataset[list[Any]]):
+    """This rank's batches of a source without index and length, such as a pipe or a log file.
 
-    Each of the ranks x processes copies reads the whole source, and keeps every n-th item. This
-    pays only if `prepare` takes longer than reading an item. If it does not, give each copy its own
-    files.
+    Global batch b is items b·B to (b+1)·B of the source, in its order. Rank r takes the r-th of
+    world_size equal slices, and process w of n makes batches w, w + n, ... So the batches are the
+    same at any number of ranks and processes. The last items, which do not fill a global batch,
+    are left out. Therefore every rank has the same number of batches, although nobody knows it in
+    advance, and no rank waits for a peer that has no more.
 
-    Ranks may get different numbers of items. A rank with one more batch than its peers waits for
-    them in the all-reduce until it times out. So train only as many steps as every rank has.
+    Every copy reads the whole source, but prepares its own items only. This pays if `prepare` takes
+    longer than reading an item. If it does not, give each copy its own files.
 
     Args:
         read: starts the source; it must give the same items in the same order in each process.
-        prepare: makes a sample from an item that this copy keeps.
+        prepare: makes a sample from an item of this copy.
+        global_batch_size: items per step over all ranks [samples].
         rank: this rank.
         world_size: number of ranks.
+
+    Raises:
+        InputError: world_size does not divide the batch.
     """
 
     def __init__(
         self,
         read: Callable[[], Iterable[Any]],
-        prepare: Callable[[Any], T],
+        prepare: Callable[[Any], Any],
+        global_batch_size: int,
         rank: int,
         world_size: int,
     ) -> None:
-        self.read, self.prepare, self.rank, self.world_size = read, prepare, rank, world_size
+        if global_batch_size % world_size:
+            raise InputError(
+                f"--global-batch-size {global_batch_size} cannot be divided by {world_size} "
+                f"processes: give {multiples_near(global_batch_size, world_size)}"
+            )
+        self.read, self.prepare, self.size = read, prepare, global_batch_size
+        share = global_batch_size // world_size
+        self.own = slice(rank * share, (rank + 1) * share)
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[list[Any]]:
         worker, workers = this_worker()
-        first, step = self.rank * workers + worker, self.world_size * workers
-        return map(self.prepare, islice(self.read(), first, None, step))
+        items = iter(self.read())
+        for number in count():
+            batch = list(islice(items, self.size))
+            if len(batch) < self.size:
+                return
+            if number % workers == worker:
+                yield default_collate([self.prepare(item) for item in batch[self.own]])
 
 
 def this_worker() -> tuple[int, int]:
@@ -87,5 +105,23 @@ def make_stream_loader(
         # A loading process has its own copy of `batches`, and `set_epoch` does not reach it. So
         # only processes whose batches stay the same may outlive an epoch.
         persistent_workers=num_workers > 0 and isinstance(batches, list),
+        **loader_options(num_workers, pin_memory),
+    )
+
+
+def make_item_loader(
+    samples: Samples,
+    batches: list[list[Key]],
+    *,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> DataLoader[Any]:
+    """The same batches of one rank, read as if the data had neither an index nor a length."""
+    keys = list(chain(*batches))
+    stream = ItemStream(lambda: iter(keys), samples.__getitem__, len(batches[0]), 0, 1)
+    return DataLoader(
+        stream,
+        batch_size=None,
+        persistent_workers=num_workers > 0,
         **loader_options(num_workers, pin_memory),
     )

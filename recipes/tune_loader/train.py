@@ -32,19 +32,20 @@ import torch
 from common import cli
 from common.data.datasets import DataOptions, load_data
 from common.data.stream import GlobalBatches, make_loader
-from common.data.workers import done, most_workers, recommend, samples_per_s, sweep
+from common.data.workers import done, most_workers, recommend, sweep
 from common.figure import save_figure
 from common.files import result_folder, write_json
 from common.group.devices import choose_device
 from common.group.process_group import process_group
-from common.launch.hints import SHARED_MEMORY_HINT
+from common.hints import SHARED_MEMORY_HINT
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
+from common.manifest import describe_run
 from common.run.announce import device_in_words
-from common.run.manifest import describe_run
 from common.run.options import flatten
 from common.terminal import log, progress_bar, set_up_logs
-from recipes.tune_loader.streams import make_stream_loader
+from common.throughput import samples_per_s
+from recipes.tune_loader.streams import make_item_loader, make_stream_loader
 
 NAME = "tune_loader"
 
@@ -59,9 +60,10 @@ class TuneOptions:
     """Size of a batch [samples]."""
     samples: int = 4000
     """Samples timed for each setting [samples]. A smaller data set is loaded several times."""
-    style: Literal["map", "stream"] = "map"
+    style: Literal["map", "stream", "items"] = "map"
     """Style of the data set. stream: the same batches from an iterable data set.
-    The file recipes/tune_loader/streams.py shows how it is sharded."""
+    items: the same samples from a source without index and length.
+    The file recipes/tune_loader/streams.py shows how both are sharded."""
     max_workers: int | None = None
     """Largest number of loading processes to try [processes].
     None: until two more processes bring no gain."""
@@ -103,7 +105,8 @@ def measure_settings(config: Config, device: torch.device) -> tuple[dict[str, An
     batches = GlobalBatches(len(data.train), options.global_batch_size, options.seed, 0, 1)
     epoch, wanted = list(batches), -(-options.samples // options.global_batch_size)
     timed = (epoch * -(-wanted // len(epoch)))[:wanted]
-    make = make_stream_loader if options.style == "stream" else make_loader
+    makers = {"map": make_loader, "stream": make_stream_loader, "items": make_item_loader}
+    make = makers[options.style]
     kinds = ("pinned", "pageable") if device.type == "cuda" else ("pageable",)
     found: dict[str, dict[int, list[float]]] = {kind: {} for kind in kinds}
 

@@ -1,8 +1,10 @@
-"""`make soak ROUNDS=50`: runs that are interrupted at random moments and started again.
+"""`make soak ROUNDS=50`: runs that are interrupted at random moments, damaged, and started again.
 
 Every round trains ddp_launch on 2 or 3 ranks, kills or stops it at random moments, up to five
-times, and starts it again each time. Nothing may be lost: metrics.jsonl has every step once, in
-order, and the weights are those of a run that was never interrupted. The ranks are forked from a
+times, and starts it again each time. Between two starts, and once after the end, one random file of
+the run's folder is deleted, cut or filled with garbage. The run must go on, or end with status 2
+and name the file, which is then put back. Nothing may be lost: metrics.jsonl has every step once,
+in order, and the weights are those of a run that was never interrupted. The ranks are forked from a
 process that has imported everything, so that a start takes a fraction of a second.
 """
 
@@ -12,6 +14,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -28,7 +31,7 @@ import torch._dynamo  # DDP and the optimizers do, in every process
 import torch._inductor.config
 import torch.utils.tensorboard
 
-from common.files import read_metrics, write_json
+from common.files import read_metrics, weights_sha256, write_json
 from common.launch.port import listen
 from common.launch.process import run_rank
 from common.launch.ranks import Ranks
@@ -40,9 +43,12 @@ from recipes.ddp_launch.train import Config, train
 
 RESULT = Path(__file__).parent / "results" / "soak.json"
 WORLDS = (2, 3)
+EPOCHS = 2
 STEPS = 28
 PATIENCE_S = 60
 GRACE_S = 2
+_INTERRUPTED = {0, 1, 75, -signal.SIGKILL, -signal.SIGTERM}
+"""Statuses after an interruption; a rank without a handler yet ends of SIGTERM itself."""
 
 
 def be_rank(rank: int, world_size: int, store: Any, config: Config, log: Path) -> None:
@@ -58,19 +64,22 @@ def be_rank(rank: int, world_size: int, store: Any, config: Config, log: Path) -
     os._exit(run_rank(lambda: train(config, ranks), ranks))
 
 
+def said(folder: Path) -> Path:
+    """The file with all that the last start of the run in `folder` said."""
+    return folder.with_suffix(".txt")
+
+
 def start(world_size: int, folder: Path) -> list[ForkProcess]:
     """Start or resume the run in `folder`."""
     config = Config(
         run=RunOptions(output_dir=folder, log_every=1, snapshot_every=2, timeout_s=20),
-        optimizer=OptimizerOptions(epochs=2),
+        optimizer=OptimizerOptions(epochs=EPOCHS),
     )
     context = multiprocessing.get_context("fork")
-    folder.mkdir(parents=True, exist_ok=True)
+    said(folder).unlink(missing_ok=True)
     with listen("127.0.0.1", 0) as store:
         processes = [
-            context.Process(
-                target=be_rank, args=(rank, world_size, store, config, folder / "said.txt")
-            )
+            context.Process(target=be_rank, args=(rank, world_size, store, config, said(folder)))
             for rank in range(world_size)
         ]
         for process in processes:
@@ -101,8 +110,24 @@ def interrupt(processes: Sequence[ForkProcess], dice: random.Random) -> str:
     return how
 
 
+def damage(folder: Path, dice: random.Random) -> tuple[str, str, Path, bytes]:
+    """Delete, cut or garble one file; returns how, of which entry of the folder, and the file."""
+    entries = sorted(path for path in folder.iterdir() if path.is_file() or any(path.iterdir()))
+    entry, how = dice.choice(entries), dice.choice(("deleted", "cut", "garbled"))
+    files = [entry] if entry.is_file() else sorted(p for p in entry.rglob("*") if p.is_file())
+    file = dice.choice(files)
+    before = file.read_bytes()
+    if how == "deleted":
+        file.unlink()
+    elif how == "cut":
+        file.write_bytes(before[: dice.randrange(len(before) or 1)])
+    else:
+        file.write_bytes(dice.randbytes(len(before)))
+    return how, entry.name, file, before
+
+
 def problems(folder: Path, expected_sha: str) -> list[str]:
-    """The faults of a run that has ended."""
+    """The faults of a run that has ended with status 0."""
     lines = read_metrics(folder)
     count = Counter(line["step"] for line in lines if "loss" in line)
     steps = [line["step"] for line in lines if "loss" in line]
@@ -110,34 +135,77 @@ def problems(folder: Path, expected_sha: str) -> list[str]:
     found += [f"step {step} repeated" for step in count if count[step] > 1]
     if not found and steps != sorted(steps):
         found.append("steps out of order")
+    if sum("val_loss" in line for line in lines) != EPOCHS:
+        found.append("an epoch lost or repeated")
     if json.loads((folder / "summary.json").read_text())["weights_sha256"] != expected_sha:
-        found.append("other weights")
-    return found + [f"{path.name} left" for path in folder.glob("snapshots/*.unsound")]
+        found.append("other weights in summary.json")
+    if weights_sha256(torch.load(folder / "model.pt", weights_only=True)) != expected_sha:
+        found.append("other weights in model.pt")
+    for name in ("config.json", "manifest.json", "class_indices.json"):
+        json.loads((folder / name).read_text())
+    return found
 
 
-def play(world_size: int, folder: Path, dice: random.Random, usual_s: float) -> list[str]:
-    """One round: train to the end; returns the interruptions.
+def play(
+    world_size: int, folder: Path, dice: random.Random, usual_s: float, expected_sha: str
+) -> Counter[str]:
+    """One round: train to the end, and start once more after that; counts what happened.
 
     Raises:
-        RuntimeError: a process does not end, or ends with an unexpected status.
+        RuntimeError: a process does not end, or ends with an unexpected status; or something is
+            missing at the end.
     """
-    interruptions: list[str] = []
-    most = dice.randint(1, 5)
+    happened: Counter[str] = Counter()
+    damaged: set[Path] = set()
+    last: tuple[Path, bytes] | None = None
+    most, ended = dice.randint(1, 5), False
     while True:
         processes = start(world_size, folder)
         how = ""
-        if len(interruptions) < most and not wait(processes, dice.uniform(0, usual_s)):
+        may_interrupt = not ended and happened["interruptions"] < most
+        if may_interrupt and not wait(processes, dice.uniform(0, usual_s)):
             how = interrupt(processes, dice)
-            interruptions.append(how)
+            happened.update([how, "interruptions"])
         if not wait(processes, PATIENCE_S):
             for process in processes:
                 process.kill()
-            raise RuntimeError(f"{folder}: not ended {PATIENCE_S} s after {how or 'the start'}")
-        codes = [process.exitcode for process in processes]
-        if not any(codes):
-            return interruptions
-        if not how or not {0, 1, 75, -signal.SIGKILL}.issuperset(codes):
-            raise RuntimeError(f"{folder}: ended with {codes}, after {how or 'no interruption'}")
+            raise RuntimeError(f"not ended {PATIENCE_S} s after {how or 'the start'}")
+        codes, told = {process.exitcode for process in processes}, said(folder).read_text()
+        about = f"after {how or 'no interruption'}, damaged {sorted(map(str, damaged))}:\n{told}"
+        if codes == {0}:
+            try:
+                wrong = problems(folder, expected_sha)
+            except Exception as error:  # whatever is missing or cannot be read
+                wrong = [repr(error)]
+            if wrong:
+                raise RuntimeError(f"{wrong} {about}")
+            if ended:
+                return happened
+            ended = True
+        elif codes == {2} and damaged and not how:
+            errors = [line for line in told.splitlines() if line.startswith("error:")]
+            if len(errors) != 1 or not any(named(file, errors[0]) for file in damaged):
+                raise RuntimeError(f"no damaged file is named {about}")
+            if last:
+                last[0].write_bytes(last[1])
+                happened["put back"] += 1
+            else:  # what was put back was damaged before
+                shutil.rmtree(folder)
+                happened["started afresh"] += 1
+            last = None
+            continue
+        elif not how or not _INTERRUPTED | ({2} if damaged else set()) >= codes:
+            raise RuntimeError(f"ended with {codes} {about}")
+        if folder.is_dir() and any(folder.iterdir()):
+            kind, entry, file, before = damage(folder, dice)
+            last = file, before
+            damaged.add(file)
+            happened.update([f"{entry} {kind}", "damages"])
+
+
+def named(file: Path, line: str) -> bool:
+    """Whether a message names a file; of a snapshot that is gone only the folder is known."""
+    return str(file.parent) in line and (file.name in line or file.parent.name == "snapshots")
 
 
 def soak(rounds: int, seed: int, folder: Path) -> dict[str, Any]:
@@ -150,13 +218,12 @@ def soak(rounds: int, seed: int, folder: Path) -> dict[str, Any]:
         usual_s = max(usual_s, time.monotonic() - start_s)
         summary = json.loads((folder / f"whole{world_size}" / "summary.json").read_text())
         expected[world_size] = summary["weights_sha256"]
-    dice, interruptions, wrong = random.Random(seed), Counter[str](), []
+    dice, happened, wrong = random.Random(seed), Counter[str](), []
     with progress_bar(rounds, unit="round") as bar:
         for number in range(rounds):
             world_size, run = dice.choice(WORLDS), folder / f"round{number}"
             try:
-                interruptions.update(play(world_size, run, dice, usual_s))
-                wrong += [f"round {number}: {what}" for what in problems(run, expected[world_size])]
+                happened += play(world_size, run, dice, usual_s, expected[world_size])
             except RuntimeError as failed:
                 wrong.append(f"round {number}: {failed}")
             bar.update()
@@ -165,7 +232,7 @@ def soak(rounds: int, seed: int, folder: Path) -> dict[str, Any]:
         "seed": seed,
         "ranks": list(WORLDS),
         "steps_a_round": STEPS,
-        "interruptions": dict(interruptions),
+        "happened": dict(sorted(happened.items())),
         "wrong": wrong,
     }
 
@@ -191,10 +258,10 @@ def main() -> int:
     command = f"make soak ROUNDS={given.rounds}"
     about = {"command": command, "elapsed_s": elapsed_s, **describe_machine()}
     write_json(given.output, {**result, "about": about})
-    count = sum(result["interruptions"].values())
+    count = result["happened"]
     print(
-        f"{given.rounds} rounds, {count} interruptions, {len(result['wrong'])} faults "
-        f"({elapsed_s:.0f} s): {given.output}"
+        f"{given.rounds} rounds, {count['interruptions']} interruptions, {count['damages']} files "
+        f"damaged, {len(result['wrong'])} faults ({elapsed_s:.0f} s): {given.output}"
     )
     return 1 if result["wrong"] else 0
 

@@ -100,6 +100,9 @@ FAULTS = {
     "SIGTERM twice": Fault(
         "", status=75, act=signalled(signal.SIGTERM, signal.SIGTERM), step_s=0.1
     ),
+    "SIGHUP (ssh is lost)": Fault(
+        "", status=75, act=signalled(signal.SIGHUP), step_s=0.1, recipes=("ddp_launch",)
+    ),
     "the launcher is killed": Fault(
         "", status=-signal.SIGKILL, act=signalled(signal.SIGKILL), step_s=0.1
     ),
@@ -352,6 +355,117 @@ def test_a_snapshot(
             "status": result.status,
             "resumed_from": step,
             "first_line": first.replace(str(scene.folder), "RUN"),
+        }
+    )
+
+
+FILES = {
+    "metrics.jsonl is cut": (0, "metrics.jsonl was cut or altered after step_00000009"),
+    "config.json is garbled": (2, "error: RUN/config.json is damaged"),
+    "model.pt is altered after the end": (2, "error: RUN/model.pt is not what the run wrote"),
+}
+
+
+@pytest.mark.parametrize("fault", FILES)
+def test_a_file_of_the_run(
+    scene: Scene, wholes: dict[str, Result], rows: list[dict[str, Any]], fault: str
+) -> None:
+    status, says = FILES[fault]
+    command = scene.recipe.command("ddp_launch", *nproc("ddp_launch"), *OPTIONS)
+    more = [] if "the end" in fault else ["--max-steps", "9"]
+    scene.recipe.finish(scene.recipe.start(*command, *more), scene.folder).assert_ok()
+    file = scene.folder / fault.split()[0]
+    before = file.read_bytes()
+    file.write_bytes(before[: len(before) // 2] if status == 0 else before[::-1])
+    start_s = time.monotonic()
+    result = scene.recipe.finish(scene.recipe.start(*command, env=scene.env), scene.folder)
+    elapsed_s = scene.wait_until_gone(start_s, 30)
+    said = (result.stdout + result.stderr).replace(str(scene.folder), "RUN").splitlines()
+    first = next(line for line in said if says in line)
+    assert result.status == status, result.stderr
+    step = 0
+    if status == 0:
+        step = result.summary["resumed_from"]
+        assert step == 4, "the newest snapshot that counts on no lost line"
+    else:
+        assert len(result.errors) == 1
+        file.write_bytes(before)
+        scene.recipe.finish(scene.recipe.start(*command), scene.folder).assert_ok()
+    final = Result(0, "", "", scene.folder)
+    assert final.sha == wholes["ddp_launch"].sha
+    assert final.losses == wholes["ddp_launch"].losses
+    rows.append(
+        {
+            "fault": fault,
+            "recipe": "ddp_launch",
+            "seconds": elapsed_s,
+            "status": status,
+            "resumed_from": step,
+            "first_line": first,
+        }
+    )
+
+
+def test_a_second_command_in_the_folder(
+    scene: Scene, wholes: dict[str, Result], rows: list[dict[str, Any]]
+) -> None:
+    command = scene.recipe.command("ddp_launch", *nproc("ddp_launch"), *OPTIONS)
+    first = scene.recipe.start(*command, env={**scene.env, "STEP_S": "1"})
+    wait_for(lambda: list(scene.folder.glob("snapshots/step_*4.*.pt")))
+    start_s = time.monotonic()
+    second = scene.recipe.finish(scene.recipe.start(*command), scene.folder)
+    elapsed_s = time.monotonic() - start_s
+    assert second.status == 2
+    (said,) = second.errors
+    assert re.search(rf"still going \(host {HERE}, process \d+\)", said), said
+    result = scene.recipe.finish(first, scene.folder).assert_ok()
+    assert result.sha == wholes["ddp_launch"].sha
+    assert result.losses == wholes["ddp_launch"].losses
+    rows.append(
+        {
+            "fault": "the same command a second time, while the first one trains",
+            "recipe": "ddp_launch",
+            "seconds": elapsed_s,
+            "status": 2,
+            "resumed_from": 0,
+            "first_line": re.sub(r"process \d+", "process PID", said).replace(
+                str(scene.folder), "RUN"
+            ),
+        }
+    )
+
+
+def test_two_processes_with_the_same_rank(scene: Scene, rows: list[dict[str, Any]]) -> None:
+    """Without our launcher; --timeout-s is 600 s."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    start_s = time.monotonic()
+    processes = []
+    for rank in ("0", "1", "1"):
+        env = {
+            "RANK": rank,
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "3",
+            "LOCAL_WORLD_SIZE": "3",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        command = scene.recipe.command("ddp_launch")
+        processes.append(scene.recipe.start(*command, env={**scene.env, **env}))
+    results = [scene.recipe.finish(process, scene.folder, 60) for process in processes]
+    elapsed_s = scene.wait_until_gone(start_s, 30)
+    assert [result.status for result in results] == [2, 2, 2]
+    (first,) = results[0].errors
+    assert "two processes are rank 1" in first
+    assert not scene.folder.exists()
+    rows.append(
+        {
+            "fault": "two processes say that they are the same rank",
+            "recipe": "ddp_launch",
+            "seconds": elapsed_s,
+            "status": 2,
+            "resumed_from": 0,
+            "first_line": first,
         }
     )
 

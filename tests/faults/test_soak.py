@@ -1,28 +1,59 @@
-"""Killed at random moments and started again, fifty times: no step lost, none repeated."""
+"""Killed at random moments, damaged and started again, fifty times: nothing lost or repeated."""
 
 import json
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from common.files import save_weights, weights_sha256
 from tests.conftest import ROOT, Recipe, need
-from tests.faults.soak import STEPS, problems
+from tests.faults.soak import EPOCHS, STEPS, problems
+
+FILES = (
+    ".lock",
+    "config.json",
+    "manifest.json",
+    "class_indices.json",
+    "metrics.jsonl",
+    "summary.json",
+    "model.pt",
+    "snapshots",
+    "logs",
+    "tensorboard",
+)
 
 
-def test_a_lost_or_repeated_step_is_noticed(tmp_path: Path) -> None:
-    def run(steps: list[int]) -> list[str]:
+def test_what_is_lost_or_repeated_is_noticed(tmp_path: Path) -> None:
+    weights = {"weight": torch.ones(2)}
+    sha = weights_sha256(weights)
+    save_weights(weights, tmp_path / "model.pt")
+    for name in ("config.json", "manifest.json", "class_indices.json"):
+        (tmp_path / name).write_text("{}")
+
+    def run(steps: list[int], epochs: int = EPOCHS) -> list[str]:
         lines = [json.dumps({"step": step, "loss": 1.0}) for step in steps]
+        lines += [json.dumps({"step": STEPS, "val_loss": 1.0})] * epochs
         (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-        (tmp_path / "summary.json").write_text('{"weights_sha256": "a"}')
-        return problems(tmp_path, "a")
+        (tmp_path / "summary.json").write_text(json.dumps({"weights_sha256": sha}))
+        return problems(tmp_path, sha)
 
     steps = list(range(1, STEPS + 1))
     assert run(steps) == []
     assert run(steps[:5] + steps[6:]) == ["step 6 lost"]
     assert run([*steps[:5], *steps[4:]]) == ["step 5 repeated"]
+    assert run(steps, epochs=1) == ["an epoch lost or repeated"]
     assert run([2, 1, *steps[2:]]) == ["steps out of order"]
-    assert problems(tmp_path, "b") == ["steps out of order", "other weights"]
+    assert problems(tmp_path, "b")[1:] == [
+        "other weights in summary.json",
+        "other weights in model.pt",
+    ]
+    for name in ("manifest.json", "model.pt"):
+        (tmp_path / name).unlink()
+        with pytest.raises(FileNotFoundError, match=name):
+            problems(tmp_path, sha)
+        (tmp_path / name).write_text("{}")
 
 
 @pytest.mark.slow
@@ -41,5 +72,9 @@ def test_fifty_rounds(recipe: Recipe) -> None:
     recipe.finish(process, recipe.tmp_path, timeout_s=900).assert_ok()
     found = json.loads(output.read_text())
     assert found["wrong"] == []
-    assert len(found["interruptions"]) == 3, "each way to interrupt was tried"
-    assert min(found["interruptions"].values()) >= 5
+    happened = found["happened"]
+    for how in ("all killed", "one killed", "asked to stop"):
+        assert happened[how] >= 5, "each way to interrupt was tried"
+    for name in FILES:
+        assert any(f"{name} {how}" in happened for how in ("deleted", "cut", "garbled")), name
+    assert happened["put back"], "some damage is refused"

@@ -138,14 +138,13 @@ class Engine:
         """What `docker build` needs so that the pinned bases are found here."""
         if not self.own:
             return []
-        slim, full = re.findall(r"(?m)^FROM (python:\S+@sha256:[0-9a-f]+)", DOCKERFILE.read_text())
+        pinned = r"(?:FROM |--from=)(python:\S+@sha256:[0-9a-f]+)"
+        slim, full = re.findall(pinned, DOCKERFILE.read_text())
         contexts = {slim: _SLIM}
         if target == "development":
             self.run("build", "--tag", _FULL, "-", input=_FULL_DOCKERFILE)
             contexts[full] = _FULL
-        return [
-            f"--build-context={pinned}=docker-image://{own}" for pinned, own in contexts.items()
-        ]
+        return [f"--build-context={name}=docker-image://{own}" for name, own in contexts.items()]
 
     def run(self, *words: str | Path, **options: Any) -> "subprocess.CompletedProcess[str]":
         """Run `docker WORDS` to its end, as `call` does."""

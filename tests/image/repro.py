@@ -24,7 +24,9 @@ def build(engine: Engine, file: Path) -> float:
     start_s = time.monotonic()
     output = f"type=oci,dest={file},rewrite-timestamp=true,compression=uncompressed"
     arguments = [*engine.build_arguments(), "--no-cache", "--provenance=false", "--output", output]
-    engine.call("make", "image", f"DOCKER={'docker buildx'}", f"BUILD={' '.join(arguments)}")
+    engine.call(
+        "make", "image", f"DOCKER={'docker buildx'}", f"BUILD={' '.join(arguments)}", timeout_s=3600
+    )
     return time.monotonic() - start_s
 
 
@@ -73,6 +75,7 @@ def contents(blob: Any) -> tuple[dict[str, str], int]:
 def main() -> int:
     """Build twice, compare, write the result."""
     argparse.ArgumentParser(description=__doc__).parse_args()
+    lock = ROOT / "docker" / "stacks" / "cu132.txt"
     folder = Path(tempfile.mkdtemp(prefix="repro-", dir="/var/tmp"))
     engine = Engine(containerd_store=True)
     try:
@@ -95,6 +98,7 @@ def main() -> int:
     result = {
         "command": "make image-repro",
         "machine": describe_machine(),
+        "lock_sha256": hashlib.sha256(lock.read_bytes()).hexdigest(),
         "digests": [one["digest"], two["digest"]],
         "identical": one["digest"] == two["digest"],
         "layers": [

@@ -5,13 +5,16 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.conftest import (
     OLD_DRIVER,
@@ -25,7 +28,8 @@ from tests.conftest import (
 )
 from tests.image.conftest import IMAGE
 from tests.image.engine import CALLER as UID
-from tests.image.engine import Engine
+from tests.image.engine import DOCKERFILE, Engine
+from tests.test_data import flowers
 
 pytestmark = [pytest.mark.image, pytest.mark.timeout(1800)]  # the first one waits for the build
 
@@ -42,18 +46,19 @@ HARDENED = (
     "/tmp",
 )
 
-# Other NCCLs and drivers, as far as they are asked: what a user's environment may bring.
-
-# Python reads this before anything else: steps that leave time for `docker stop`.
-_SLOW = """\
+# Appended to common/run/loop.py: steps that leave time for `docker stop`.
+_SLOW = """
 import time
-from common.run.loop import Loop
-after_step = Loop.after_step
-def changed(self, loss):
-    after_step(self, loss)
+_after_step = Loop.after_step
+def _changed(self, loss):
+    _after_step(self, loss)
     time.sleep(0.05)
-Loop.after_step = changed
+Loop.after_step = _changed
+print("changed code", flush=True)
 """
+
+GROUP = 54321
+"""A group that is not the caller's first one."""
 
 
 @pytest.fixture
@@ -83,6 +88,15 @@ def run(
     return Result(done.returncode, done.stdout, done.stderr, (folder or Path()) / "run")
 
 
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def _head() -> str:
+    return _git("rev-parse", "HEAD")
+
+
 def test_no_argument_lists_the_recipes(engine: Engine, image: str) -> None:
     said = engine.run("run", "--rm", image).stdout
     for path in (ROOT / "recipes").glob("*/train.py"):
@@ -107,6 +121,26 @@ def test_the_weights_of_make_run(engine: Engine, image: str, reference: Result, 
     assert {path.stat().st_uid for path in done.folder.rglob("*")} == {UID}
 
 
+def test_predict_says_in_the_image_what_it_says_here(
+    engine: Engine, image: str, runs: Path
+) -> None:
+    photos = flowers(runs / "photos", per_class=5)
+    data = ("--data", "imagefolder", "--data-path", str(photos), "--image-size", "32")
+    make_run(1, (*data, "--model", "resnet18", "--epochs", "1", "--global-batch-size", "4"), runs)
+    command = (sys.executable, "-m", "recipes", "predict", runs / "run", photos, "--json")
+    here = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    there = run(
+        engine,
+        *("predict", "runs/run", "runs/photos", "--json"),
+        docker=("--user", f"{UID}:{UID}"),
+        folder=runs,
+    ).assert_ok()
+    for ours, theirs in zip(here.splitlines(), there.stdout.splitlines(), strict=True):
+        one, two = json.loads(ours), json.loads(theirs)
+        assert one["class"] == two["class"]
+        assert one["probability"] == pytest.approx(two["probability"], abs=1e-6)
+
+
 def test_doctor_finds_no_error_but_what_is_missing(engine: Engine, image: str, runs: Path) -> None:
     """Docker's own 64 MB of /dev/shm, and no network: true warnings."""
     done = run(
@@ -120,14 +154,17 @@ def test_doctor_finds_no_error_but_what_is_missing(engine: Engine, image: str, r
 
 
 def test_make_image_run_says_what_it_ran(engine: Engine, image: str, runs: Path) -> None:
+    """As a user who may write runs/ by a supplementary group only."""
     need("setpriv")
+    os.chown(runs, 0, GROUP)
+    runs.chmod(0o770)
     open_to_all = all(path.stat().st_mode & 0o001 for path in (ROOT, *ROOT.parents))
     caller = UID if open_to_all else os.geteuid()
     done = engine.call(
         "setpriv",
         f"--reuid={caller}",
         f"--regid={caller}",
-        "--clear-groups",
+        f"--groups={GROUP}",
         "make",
         "image-run",
         "RECIPE=checkpoint_rnn",
@@ -139,14 +176,12 @@ def test_make_image_run_says_what_it_ran(engine: Engine, image: str, runs: Path)
     assert "checkpoint_rnn: " in done.stdout
     assert {path.stat().st_uid for path in (runs / "run").rglob("*")} == {caller}
     manifest = json.loads((runs / "run" / "manifest.json").read_text())
-    head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True)
-    assert manifest["git_commit"] == head.stdout.strip()
+    assert manifest["git_commit"] == _head()
     lock = (ROOT / "docker" / "stacks" / "cu132.txt").read_bytes()
     assert manifest["lock_sha256"] == sha256(lock).hexdigest()
     assert manifest["stack"] == "cu132"
-    assert manifest["git_dirty"] is bool(
-        subprocess.run(["git", "-C", ROOT, "diff", "HEAD", "--quiet"]).returncode
-    )
+    changed = _git("status", "--porcelain", "common", "docker", "recipes", "tools")
+    assert manifest["git_dirty"] is bool(changed)
     digest = engine.run("image", "inspect", "--format", "{{.Id}}", image).stdout.strip()
     assert manifest["image_digest"] == digest
     pinned = json.loads((ROOT / "docker" / "stacks.json").read_text())["cu132"]
@@ -170,26 +205,26 @@ def test_two_hosts_of_compose(engine: Engine, image: str, reference: Result, run
     manifest = json.loads((runs / "run" / "manifest.json").read_text())
     assert manifest["hosts"] == ["host0", "host1"]
     for profile in ("cpu", "gpu"):
-        engine.run("compose", "--file", "docker/compose.yaml", "--profile", profile, "config")
+        command = ("compose", "--file", "docker/compose.yaml", "--profile", profile, "config")
+        services = json.loads(engine.run(*command, "--format", "json").stdout)["services"]
+        assert {service["stop_grace_period"] for service in services.values()} == {"1m0s"}
 
 
 def test_docker_stop_saves_and_docker_start_goes_on(
     engine: Engine, image: str, reference: Result, runs: Path, tmp_path: Path
 ) -> None:
-    slow = tmp_path / "slow"
-    slow.mkdir()
-    (slow / "sitecustomize.py").write_text(_SLOW)
+    """Mounted code: it is run, and the manifest does not take it for the commit's."""
+    slow = tmp_path / "loop.py"
+    slow.write_text((ROOT / "common" / "run" / "loop.py").read_text() + _SLOW)
     container = engine.run(
         "run",
         "--detach",
         "--volume",
         f"{runs}:/workspace/runs",
         "--volume",
-        f"{slow}:/slow:ro",
+        f"{slow}:/opt/recipes/common/run/loop.py:ro",
         "--user",
         f"{UID}:{UID}",
-        "--env",
-        "PYTHONPATH=/opt/recipes:/slow",
         image,
         "ddp_launch",
         "--nproc",
@@ -200,6 +235,8 @@ def test_docker_stop_saves_and_docker_start_goes_on(
     ).stdout.strip()
     try:
         metrics = runs / "run" / "metrics.jsonl"
+        wait_for(lambda: metrics.exists())
+        assert "changed code" in engine.run("logs", container).stdout
         wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 13)
         start_s = time.monotonic()
         engine.run("stop", "--time", "30", container)
@@ -213,6 +250,20 @@ def test_docker_stop_saves_and_docker_start_goes_on(
     assert done.sha == reference.sha
     assert done.losses == reference.losses
     assert done.summary["resumed_from"] % 10  # saved when it was told to, not at the interval
+    manifest = json.loads((runs / "run" / "manifest.json").read_text())
+    assert manifest["git_commit"] == _head()
+    assert manifest["git_dirty"] is True
+
+
+def test_code_that_is_changed_in_the_image_is_run(engine: Engine, image: str) -> None:
+    script = """\
+for file in /opt/venv/lib/python3.*/site-packages/tqdm/__init__.py /opt/recipes/common/errors.py; do
+    echo 'CHANGED = 1' >>$file
+done
+python -c 'import tqdm, common.errors; print(tqdm.CHANGED + common.errors.CHANGED)'
+"""
+    done = engine.run("run", "--rm", "--user", "0:0", "--entrypoint", "sh", image, "-ec", script)
+    assert done.stdout == "2\n"
 
 
 def test_small_shared_memory(engine: Engine, image: str, runs: Path) -> None:
@@ -310,10 +361,32 @@ def test_another_nccl_is_refused(engine: Engine, image: str, tmp_path: Path, var
         docker=("--volume", f"{fake}:/fake:ro", "--env", f"{variable}={value}"),
     )
     assert done.status == 2
-    assert done.errors == [
-        f"error: {variable} brings nccl 2.18.3 where cu132 pins 2.30.7 (/fake/libnccl.so.2): "
-        f"unset {variable}"
-    ]
+    what = "this file" if variable == "LD_PRELOAD" else "only /fake"
+    line = (
+        f"{variable} brings nccl 2.18.3 where cu132 pins 2.30.7 (/fake/libnccl.so.2): remove "
+        f"{what} from {variable}"
+    )
+    assert done.errors == [f"error: {line}"]
+    if variable == "LD_LIBRARY_PATH":  # a preloaded NCCL would meet torchrun before it meets us
+        given = ("--volume", f"{fake}:/fake:ro", "--env", f"{variable}={value}")
+        torchrun = ("--entrypoint", "torchrun", image, "--nproc-per-node", "1")
+        module = ("-m", "recipes.ddp_launch.train")
+        done2 = engine.run("run", "--rm", *given, *torchrun, *module, check=False)
+        assert done2.returncode == 1
+        assert f"error: {line}" in done2.stderr
+
+
+def test_plugins_of_nccl_and_a_profiler_may_be_preloaded(
+    engine: Engine, image: str, tmp_path: Path
+) -> None:
+    """Stand-ins: the names are those of AWS's plugin and of CUPTI, the code is empty."""
+    names = ("libnccl-net-ofi.so", "libcupti.so.12")
+    for name in names:
+        library(tmp_path / "plugins", name, "")
+    preload = ":".join(f"/plugins/{name}" for name in names)
+    docker = ("--volume", f"{tmp_path}/plugins:/plugins:ro", "--env", f"LD_PRELOAD={preload}")
+    done = run(engine, "ddp_launch", "--nproc", "1", "--check", docker=docker).assert_ok()
+    assert "cannot be preloaded" not in done.stderr
 
 
 def test_a_stray_cuda_library_is_refused(engine: Engine, image: str) -> None:
@@ -366,18 +439,127 @@ def test_development_has_the_tests_and_a_compiler(engine: Engine, image: str) ->
     tag = f"{IMAGE}-development"
     build = " ".join(engine.build_arguments("development"))
     engine.call("make", "image", "TARGET=development", f"IMAGE={tag}", f"BUILD={build}")
+    runtime, development = (
+        json.loads(engine.run("image", "inspect", name).stdout)[0] for name in (image, tag)
+    )
+    for part in ("Labels", "Entrypoint", "WorkingDir", "User"):
+        assert development["Config"][part] == runtime["Config"][part]
+    plain_build(engine, "environment", "--tag", f"{IMAGE}-environment")
+    (environment,) = json.loads(engine.run("image", "inspect", f"{IMAGE}-environment").stdout)
+    shared = environment["RootFS"]["Layers"]
+    for inspected in (runtime, development):
+        assert inspected["RootFS"]["Layers"][: len(shared)] == shared
     script = """\
+cd /opt/recipes
 python -m pytest -q -p no:cacheprovider tests/test_stack.py tests/test_optim.py
+make --dry-run check >/tmp/check
+! grep -e venv -e pip /tmp/check
+tail -n 1 /tmp/check | sh
 python -c '
+from tests.gpu_check import RESULT
+from common.files import write_json
+write_json(RESULT, {})
 import torch
 x = torch.randn(64, 64)
 f = lambda x: (x.sin() + x.cos()).relu().sum(1)
 torch.testing.assert_close(torch.compile(f)(x), f(x))
 print("compiled")'
 """
-    said = engine.run("run", "--rm", "--user", f"{UID}:{UID}", tag, "bash", "-ec", script).stdout
+    docker = ("--user", f"{UID}:{UID}", "--tmpfs", "/tmp:exec", "--entrypoint", "bash")
+    said = engine.run("run", "--rm", *docker, tag, "-ec", script).stdout
     assert " passed" in said
     assert said.endswith("compiled\n")
+
+
+def plain_build(engine: Engine, target: str, *options: str, check: bool = True) -> str:
+    """What `docker build` says that is started without make."""
+    dockerfile = ("--file", "docker/Dockerfile", "--target", target, "--progress=plain")
+    words = (*dockerfile, *engine.build_arguments(), *options, ".")
+    return engine.run("build", *words, check=check).stderr
+
+
+def test_a_plain_build_installs_nothing_again(engine: Engine, image: str) -> None:
+    said = plain_build(engine, "environment")
+    (step,) = re.findall(r"(?m)^#(\d+) .*/opt/venv/bin/python -m pip install", said)
+    assert f"\n#{step} CACHED\n" in said
+
+
+def test_a_stack_that_does_not_exist_ends_the_build(engine: Engine, image: str) -> None:
+    said = plain_build(engine, "runtime", "--build-arg", "STACK=cu999", check=False)
+    assert "error: no stack 'cu999': there are cu132, cu130, cu128" in said
+    assert "Traceback" not in said
+
+
+def test_what_is_closed_to_the_user_is_named(engine: Engine, image: str, runs: Path) -> None:
+    """--user drops the groups that a login has: --group-add gives them back."""
+    closed = runs / "group"
+    for number in range(10):
+        folder = closed / "photos" / f"class{number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (number * 20, 0, 0)).save(folder / f"{number}.png")
+    os.chown(closed, 0, GROUP)
+    closed.chmod(0o750)
+    photos = ("--data", "imagefolder", "--data-path", "/data/photos", "--image-size", "8")
+    command = ("ddp_launch", "--nproc", "1", "--max-steps", "1")
+    docker = ("--user", f"{UID}:{UID}", "--volume", f"{closed}:/data:ro")
+    done = run(engine, *command, *photos, docker=docker)
+    assert done.status == 2
+    assert done.errors == [
+        f"error: --data-path /data/photos cannot be read: /data belongs to user 0, group {GROUP}, "
+        f"and you are user {UID}: allow reading, or in a container give --group-add {GROUP}"
+    ]
+    added = (*docker, "--group-add", str(GROUP))
+    run(engine, *command, *photos, "--global-batch-size", "2", docker=added).assert_ok()
+
+
+def test_nowhere_to_write(engine: Engine, image: str, tmp_path: Path) -> None:
+    done = run(engine, "ddp_launch", docker=("--read-only",))
+    assert done.status == 2
+    assert "give --tmpfs /tmp" in done.stderr
+    assert "Traceback" not in done.stderr
+    closed = ("--user", f"{UID}:{UID}", "--volume", f"{tmp_path}:/workspace/runs")
+    done = run(engine, "ddp_launch", "--nproc", "1", docker=closed)
+    assert done.status == 2
+    assert done.errors == [
+        "error: --output-dir runs/ddp_launch cannot be written (Permission denied): in this "
+        f"container you are user {UID}: mount a folder that this user may write (--volume "
+        "DIR:/workspace/runs), be the folder's owner (--user UID:GID), or choose another "
+        "--output-dir"
+    ]
+
+
+def test_the_derived_image_of_the_page(engine: Engine, image: str, tmp_path: Path) -> None:
+    """The Dockerfile as it stands there, with a recipe whose page is not there yet."""
+    page = (ROOT / "docker" / "README.md").read_text().split("## Derive an image")[1]
+    (dockerfile,) = re.findall(r"```dockerfile\n(.*?)```", page, re.DOTALL)[:1]
+    recipe = tmp_path / "my_recipe"
+    recipe.mkdir()
+    for name in ("__init__.py", "train.py"):
+        code = (ROOT / "recipes" / "ddp_launch" / name).read_text()
+        (recipe / name).write_text(code.replace('NAME = "ddp_launch"', 'NAME = "my_recipe"'))
+    tag = f"{IMAGE}-derived"
+    base = f"--build-context=torch-recipes:cu132=docker-image://{IMAGE}"
+    engine.run("build", base, "--tag", tag, "--file", "-", tmp_path, input=dockerfile)
+    script = """\
+id --user
+python -c 'import ctypes, einops; ctypes.CDLL("libibverbs.so.1"); ctypes.CDLL("libmlx5.so.1")'
+python -m recipes my_recipe --nproc 1 --max-steps 1 --output-dir /workspace/runs/run >/dev/null
+cat runs/run/manifest.json
+"""
+    said = engine.run("run", "--rm", "--entrypoint", "sh", tag, "-ec", script).stdout
+    user, _, manifest = said.partition("\n")
+    assert user == "1000"
+    assert json.loads(manifest)["git_commit"] == _head()
+    assert json.loads(manifest)["git_dirty"] is True
+
+
+def test_the_bill_of_materials_is_the_lock(engine: Engine, image: str, tmp_path: Path) -> None:
+    arguments = f"ARGS=--output-file {tmp_path}/sbom.json"
+    engine.call("make", "sbom", f"PYTHON={sys.executable}", arguments)
+    components = json.loads((tmp_path / "sbom.json").read_text())["components"]
+    lock = (ROOT / "docker" / "stacks" / "cu132.txt").read_text()
+    pinned = re.findall(r"(?m)^([a-z0-9._-]+)==([^ ;]+)", lock)
+    assert sorted((part["name"], part["version"]) for part in components) == sorted(pinned)
 
 
 def test_a_changed_lock_ends_the_build(engine: Engine, image: str, tmp_path: Path) -> None:
@@ -413,7 +595,14 @@ def test_what_the_image_holds(engine: Engine, image: str) -> None:
     lock = (ROOT / "docker" / "stacks" / "cu132.txt").read_bytes()
     assert config["Labels"]["torch-recipes.lock-sha256"] == sha256(lock).hexdigest()
     assert config["Labels"]["torch-recipes.stack"] == "cu132"
-    assert re.match(r"[0-9a-f]{40}", config["Labels"]["org.opencontainers.image.revision"])
+    labels = {name.rpartition("image.")[2]: value for name, value in config["Labels"].items()}
+    assert labels["revision"].removesuffix("-dirty") == _head()
+    assert (
+        labels["version"]
+        == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    )
+    (base,) = re.findall(r"(?m)^FROM (python:\S+) AS base", DOCKERFILE.read_text())
+    assert base == f"{labels['base.name']}@{labels['base.digest']}"
     # Only what is named is there: no tests, no caches, no test data, nothing of the build's.
     script = """\
 ls -A /tmp; cd /opt/recipes; ls -A

@@ -470,13 +470,14 @@ def test_torchrun_starts_a_killed_rank_again(submit: Submitter, pair: Result) ->
 
 @pytest.mark.slow
 def test_a_real_time_limit(submit: Submitter, reference: Result) -> None:
-    # Longer than the limit of a minute; Slurm may warn up to a minute too early.
+    # Longer than the limit. Slurm may warn up to a minute too early, which would leave a limit of
+    # one minute no time to train on a busy machine.
     job = submit(
         "train",
         "ddp_launch",
         *OPTIONS,
-        env=submit.patch(STEP_S="0.3"),
-        sbatch=(*TWO_BY_TWO, "--time=1", "--signal=USR2@20"),
+        env=submit.patch(STEP_S="0.6"),
+        sbatch=(*TWO_BY_TWO, "--time=2", "--signal=USR2@20"),
     )
     info = job.ended(280)
     assert job.result.assert_ok().sha == reference.sha

@@ -1,5 +1,6 @@
 """The manifest: what it takes to say that two runs were the same run."""
 
+import logging
 import os
 import socket
 from datetime import UTC, datetime
@@ -13,6 +14,8 @@ from common.git import without_secrets
 from common.group.collectives import gather
 from common.launch.process import command_line
 from common.machine import describe_machine
+
+log = logging.getLogger("recipes")
 
 # Never the whole environment: it may hold credentials.
 _ENVIRONMENT = (
@@ -70,3 +73,22 @@ def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) 
         },
         "data_fingerprint": data_fingerprint,
     }
+
+
+def continued(now: dict[str, Any], then: dict[str, Any], step: int) -> dict[str, Any]:
+    """The manifest `now`; under `before`, what was different until `step`, newest last."""
+    before = then.pop("before", [])
+    changed = {
+        name: value
+        for name, value in then.items()
+        if name not in ("command", "seed", "start") and now.get(name) != value
+    }
+    if changed:
+        before.append({"until_step": step, **changed})
+    # A change of hosts is usual, and TrainingState.resume warns about the number of ranks.
+    if others := [name for name in changed if name not in ("hosts", "world_size")]:
+        log.warning(
+            f"resuming from step {step} with another {', '.join(others)}: manifest.json keeps the "
+            "values before it"
+        )
+    return {**now, "before": before} if before else now

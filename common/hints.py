@@ -1,0 +1,169 @@
+"""Known failures and what to do about each: the only table of advice."""
+
+import re
+
+SHARED_MEMORY_HINT = "in a container give --shm-size=8g or --ipc=host"
+LOCKED_MEMORY_HINT = (
+    "ulimit -l unlimited; docker: --ulimit memlock=-1; Slurm: PropagateResourceLimitsExcept=MEMLOCK"
+)
+
+WATCHDOG = "Watchdog caught collective operation timeout"
+"""What torch's watchdog of NCCL says before it aborts a rank that waited too long."""
+
+_TIMED_OUT = rf"Timed out waiting \d+ms|{WATCHDOG}"
+
+# What a rank says when another rank is gone or silent: the cause is in the other rank's message.
+_FOLLOWS = (
+    r"Connection (closed|reset) by (remote )?peer|Connection refused|Broken pipe|Application "
+    rf"timeout caused pair closure|{_TIMED_OUT}|NCCL communicator was aborted|"
+    r"remote process exited or there was a network error|NET/IB.*: Got completion from peer"
+)
+
+_TABLE = {
+    # NCCL and the driver come first: patterns below match some of their messages, too.
+    r"attaching to shared memory segment|cuMem host allocations": (
+        "on a host whose NUMA nodes differ, NCCL may fail like this: set NCCL_CUMEM_HOST_ENABLE=0, "
+        "or in a container add --cap-add SYS_NICE"
+    ),
+    r"shared memory (segment|file)|failed to extend /dev/shm|killed by SIGBUS": (
+        f"make room in /dev/shm, which each user must be able to write: {SHARED_MEMORY_HINT}"
+    ),
+    r"ibv_(reg|create)\w+ failed with error Cannot allocate memory": (
+        f"InfiniBand may lock too little memory: {LOCKED_MEMORY_HINT}"
+    ),
+    r"Call to ibv_(open|query|modify)|NET/IB : Unable to": (
+        "choose InfiniBand or RoCE ports that reach each other (NCCL_IB_HCA, and NCCL_IB_GID_INDEX "
+        "unset), give a container --device /dev/infiniband, or set NCCL_IB_DISABLE=1"
+    ),
+    r"Duplicate GPU detected|Multiple Ranks are using the same GPU": (
+        "start one process per GPU, or give --backend gloo, with which ranks can share a GPU"
+    ),
+    r"Mismatched NCCL version": "give every host the same image or environment",
+    r"NVLink SHARP|multicast-bind|MNNVL": (
+        "restart nvidia-fabricmanager (and nvidia-imex) on the host, or do without: "
+        "NCCL_NVLS_ENABLE=0 NCCL_MNNVL_ENABLE=0"
+    ),
+    r"P2P is disabled between|Could not enable P2P|peer access is not supported": (
+        "these GPUs cannot read each other's memory: set NCCL_P2P_DISABLE=1, which is slower"
+    ),
+    r"no socket interface found|no device found (matching|after)|exceeded error retry count": (
+        "choose the interface that leads to the other hosts: NCCL_SOCKET_IFNAME (make doctor lists "
+        "the interfaces); a firewall must let all ports pass between the hosts"
+    ),
+    r"libcuda\.so\.1 is not found|Failed to load CUDA driver|CUDA driver is a stub": (
+        "install the driver on the host, or add the folder of its libraries to LD_LIBRARY_PATH "
+        "(not CUDA's folder stubs); give a container --gpus all, and "
+        "NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+    ),
+    r"may not open /dev/nvidia": (
+        "start the container again (systemctl daemon-reload takes its GPUs away), or let the user "
+        "join the group that owns the file"
+    ),
+    r"system not yet initialized": (
+        "start the fabric manager of the driver's version on the host: systemctl start "
+        "nvidia-fabricmanager"
+    ),
+    r"unsupported display driver / cuda driver combination|forward compatibility was attempted": (
+        "the kernel runs another version of the driver than its library: reboot the host after an "
+        "update, and leave cuda-compat out of LD_LIBRARY_PATH"
+    ),
+    r"CUDA (unknown error|error: unknown error|error 999)|(Error|Cuda failure) 999": (
+        "load the module nvidia-uvm again on the host (sudo rmmod nvidia_uvm; sudo modprobe "
+        "nvidia_uvm), then start the container again: /dev/nvidia-uvm must be in it"
+    ),
+    r"busy or unavailable": (
+        "another process has the GPU in exclusive mode (nvidia-smi -c DEFAULT ends that), or it is "
+        "in MIG mode without an instance (nvidia-smi -L lists the instances)"
+    ),
+    r"no kernel image is available": (
+        "this GPU is older than the stack supports: STACK=cu128 supports the oldest ones"
+    ),
+    r"no CUDA-capable device": (
+        "check CUDA_VISIBLE_DEVICES, and that nvidia-smi -L lists a GPU, or in MIG mode an instance"
+    ),
+    r"killed by SIGKILL": "perhaps out of memory (see dmesg): try half the --global-batch-size",
+    r"killed by SIGSEGV": (
+        "a library crashed; PYTHONFAULTHANDLER=1 shows where. If in NCCL, NCCL_CUMEM_HOST_ENABLE=0 "
+        "may help"
+    ),
+    r"killed by SIGABRT": (
+        "its own message is above. Did all ranks call the same collectives, and use every "
+        "parameter? TORCH_DISTRIBUTED_DEBUG=DETAIL names them"
+    ),
+    r"DataLoader worker .*(exited unexpectedly|Bus error|is killed by signal)|unable to (mmap|open)"
+    r" shared memory|^(ConnectionResetError|ConnectionRefusedError|EOFError)": (
+        f"a loading process died: out of memory, or /dev/shm is too small ({SHARED_MEMORY_HINT}); "
+        "--num-workers 0 shows its own error"
+    ),
+    _TIMED_OUT: (
+        "a rank did not answer within --timeout-s: it hangs, is much slower than the others, or "
+        "calls other collectives (TORCH_DISTRIBUTED_DEBUG=DETAIL names them), or the network is cut"
+    ),
+    _FOLLOWS: "a rank that this rank talked to is gone: look for its error, on its host",
+    r"op\.preamble\.length|Mismatch between collective|message truncated": (
+        "the ranks call different collectives, or tensors of different sizes: "
+        "TORCH_DISTRIBUTED_DEBUG=DETAIL names them"
+    ),
+    r"CUDA out of memory|Cuda failure.*out of memory|Failed to CUDA|can't allocate memory|"
+    r"Cannot allocate memory|MemoryError": (
+        "out of memory: try half the --global-batch-size, --precision bf16, or fewer --num-workers"
+    ),
+    r"Address already in use|EADDRINUSE": "give another MASTER_PORT; on one host leave it out",
+    r"invalid device ordinal": (
+        "fewer GPUs than processes: set --nproc to the number of GPUs that nvidia-smi lists"
+    ),
+    r"driver version is insufficient|driver on your system is too old": (
+        "choose a stack that fits the driver (make doctor says which), or update the driver"
+    ),
+    r"Name or service not known|Temporary failure in name resolution|gethostname": (
+        "a host name does not resolve: use IP addresses, or add the name to /etc/hosts"
+    ),
+    r"Permission denied|Read-only file system": (
+        "choose an --output-dir that you may write, and a --data-path that you may read"
+    ),
+    r"No route to host|Network is unreachable|unable to find (network )?interface|"
+    r"ncclSystemError": (
+        "choose the interface that leads to the other hosts: GLOO_SOCKET_IFNAME, "
+        "NCCL_SOCKET_IFNAME (make doctor lists the interfaces)"
+    ),
+    r"Expected to have finished reduction in the prior iteration": (
+        "a parameter took no part in the loss on this rank: every rank must use every parameter "
+        "in every step, or freeze it"
+    ),
+    r"does not have a deterministic implementation": (
+        "choose another operation, or add --no-deterministic and give up the same bits"
+    ),
+    r"invalid choice 'cuda:": "give --device cuda, and the GPU's number in CUDA_VISIBLE_DEVICES",
+    # How tutorials spell options.
+    r"options: --(batch[-_]?size|bs)\b": "say --global-batch-size or --batch-size-per-rank",
+    r"options: --(use[-_])?sync[-_]?bn": "say --sync-bn",
+    r"options: --(nproc[-_]per[-_]node|world[-_]?size|(num[-_])?gpus)\b": (
+        "say --nproc N for N processes on this host"
+    ),
+    r"options: --(dist[-_]?url|init[-_]method)\b": (
+        "say --nnodes, --node-rank, --master-addr and --master-port; one host needs none of them"
+    ),
+    r"'mpi'": "PyTorch's wheels are built without MPI; mpirun as a launcher works with gloo",
+}
+"""Pattern of a message to the advice. The first match counts."""
+
+
+def hint(message: str) -> str:
+    """What to do about a failure; empty if the table does not know it."""
+    found = (advice for pattern, advice in _TABLE.items() if re.search(pattern, message, re.I))
+    return next(found, "")
+
+
+def with_hint(message: str) -> str:
+    """The message, with its advice after a colon."""
+    return ": ".join(filter(None, [message, hint(message)]))
+
+
+def follows(error: Exception) -> bool:
+    """Whether torch raised `error` because another rank failed."""
+    return isinstance(error, RuntimeError) and bool(re.search(_FOLLOWS, str(error)))
+
+
+def timed_out(error: Exception) -> bool:
+    """Whether another rank did not answer, rather than being gone."""
+    return bool(re.search(_TIMED_OUT, str(error)))

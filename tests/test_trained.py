@@ -1,0 +1,354 @@
+"""`predict` and `evaluate`: what a trained model says is what the training's evaluation said."""
+
+import contextlib
+import io
+import json
+import re
+import shutil
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from common.cli import parse
+from common.launch.ranks import Ranks
+from tests.conftest import ROOT, Recipe, need
+from tests.pool import Pool
+from tests.test_data import flowers, idx, photo
+from tools import evaluate, predict
+
+TINY = "--num-workers 0 --epochs 1 --max-steps 2 --global-batch-size 8 --lr 0.001 --cpu-threads 1"
+MODELS = {
+    "ddp_launch": "--model resnet18 --zero-init-residual",
+    "ddp_spawn": "--model resnet18 --zero-init-residual",
+    "dp_resnet50": "--model resnet18",
+    "model_parallel_toy": "--model resnet50 --norm group",
+}
+"""The recipes whose runs can predict, each with a small ResNet where it has one."""
+
+STEMS = {("small", 3): 32, ("large", 3): 64, ("small", 1): 28, ("large", 1): 64}
+"""First layers of the ResNet and channels, to the side of the images [px]."""
+
+BY_DEFAULT = {"ddp_launch": ("small", 3), "ddp_spawn": ("large", 3), "dp_resnet50": ("small", 1)}
+CASES = [
+    pytest.param(name, *case, marks=() if BY_DEFAULT.get(name) == case else pytest.mark.slow)
+    for name in MODELS
+    for case in STEMS
+]
+
+
+def fashion(root: Path) -> tuple[Path, list[Path]]:
+    """FashionMNIST's files with 20 images of noise, and the validation images as PNG files."""
+    raw = root / "store" / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    rng, pngs = np.random.default_rng(0), []
+    for part in ("train", "t10k"):
+        images = rng.integers(0, 255, (20, 28, 28)).astype(np.uint8)
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(idx(images))
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(idx((np.arange(20) % 10).astype(np.uint8)))
+    for number, pixels in enumerate(images):
+        pngs.append(root / "pngs" / f"{number:02}.png")
+        pngs[-1].parent.mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(pngs[-1])
+    return root / "store", pngs
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[str, list[Path]]]:
+    """Channels to the options of a data set, and its held-out files (of photos: in the run)."""
+    root = tmp_path_factory.mktemp("data")
+    store, pngs = fashion(root)
+    photos = flowers(root / "photos", names=("daisy", "rose", "tulip"))
+    return {
+        1: (f"--data fashion_mnist --data-path {store}", pngs),
+        3: (f"--data imagefolder --data-path {photos}", []),
+    }
+
+
+def train(ranks: Ranks, name: str, arguments: list[str]) -> list[list[float]]:
+    """Train as the recipe's command does; the probabilities in its last evaluation, by sample."""
+    recipe = import_module(f"recipes.{name}.train")
+    seen: list[Tensor] = []
+    own_evaluate = recipe.evaluate
+
+    def watched(model: Any, *rest: Any) -> Any:
+        seen.clear()
+        hook = model.register_forward_hook(lambda _m, _i, logits: seen.append(logits.double()))
+        result = own_evaluate(model, *rest)
+        hook.remove()
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, "evaluate", watched)
+        _, config = parse(name, recipe.Config, arguments)
+        recipe.train(config, ranks)
+    probabilities: list[list[float]] = torch.cat(seen).softmax(1).tolist()
+    return probabilities
+
+
+def called(ranks: Ranks, tool: Any, arguments: list[str]) -> tuple[int, str, str]:
+    """A command in a warm process: its exit status, stdout and stderr."""
+    told, said = io.StringIO(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(told),
+        contextlib.redirect_stderr(said),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        if tool is evaluate:
+            patch.setattr(evaluate, "resolve", lambda: ranks)
+        status = tool.main(arguments)
+    return status, told.getvalue(), said.getvalue()
+
+
+def predicted(pool: Pool, run: Path, *words: str | Path) -> tuple[int, str, str]:
+    ((status, printed, said),) = pool.run(call_predict, 1, [str(run), *map(str, words)])
+    return status, printed, said
+
+
+def call_predict(ranks: Ranks, arguments: list[str]) -> tuple[int, str, str]:
+    return called(ranks, predict, arguments)
+
+
+def call_evaluate(ranks: Ranks, arguments: list[str]) -> tuple[int, str, str]:
+    return called(ranks, evaluate, arguments)
+
+
+def evaluated(pool: Pool, world_size: int, run: Path, *words: str | Path) -> tuple[int, str, str]:
+    options = ["--json", "--num-workers", "0", *map(str, words)]
+    answers = pool.run(call_evaluate, world_size, [str(run), *options])
+    assert all(not printed for _, printed, _ in answers[1:])
+    status, printed, said = answers[0]
+    return int(status), str(printed), str(said)
+
+
+def by_snippet(run: Path, files: list[Path], config: dict[str, Any]) -> list[list[float]]:
+    """What the lines in README.md print for each file; docs/use.md says what others need."""
+    (text,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert text.count("\n") == 8
+    page = (ROOT / "docs" / "use.md").read_text()
+    changes = dict(re.findall(r"<!-- (.+?) -->\n```python\n(.*?)```", page, re.DOTALL))
+    channels = 1 if config["data"] == "fashion_mnist" else 3
+    text = text.replace("resnet34", config["model"]).replace("RUN/", f"{run}/")
+    if channels == 1:
+        text = text.replace('"RGB"', '"L"')
+    more = changes[f"{config['stem']} stem"] if (config["stem"], channels) != ("large", 3) else ""
+    if config["norm"] == "group":
+        text = text.replace("(num_classes", f"({changes['group'].strip()}, num_classes")
+    text = text.replace("model.load_state_dict", f"{more}model.load_state_dict")
+    found = []
+    for file in files:
+        shown: list[Tensor] = []
+        with torch.no_grad():
+            exec(text.replace("photo.jpg", str(file)), {"print": shown.append})
+        found += shown[0].double().tolist()
+    return found
+
+
+@pytest.mark.parametrize(("name", "stem", "channels"), CASES)
+def test_predictions_are_those_of_the_trainings_own_evaluation(
+    pool: Pool,
+    data: dict[int, tuple[str, list[Path]]],
+    tmp_path: Path,
+    name: str,
+    stem: str,
+    channels: int,
+) -> None:
+    options, files = data[channels]
+    run, side = tmp_path / "run", STEMS[stem, channels]
+    words = f"{options} {MODELS[name]} {TINY} --image-size {side} --output-dir {run}".split()
+    (own,) = pool.run(train, 1, name, words)
+    config = json.loads((run / "config.json").read_text())
+    summary = json.loads((run / "summary.json").read_text())
+    if channels == 3:
+        held_out = json.loads((run / "held_out.json").read_text())
+        files = [Path(config["data_path"]) / file for file in held_out]
+    assert "auto" not in config.values()
+    config.setdefault("stem", stem)  # model_parallel_toy has no such option
+    assert (config["stem"], config["image_size"]) == (stem, side)
+    status, printed, said = predicted(pool, run, *files, "--json", "--top-k", "100")
+    assert status == 0, said
+    classes = json.loads((run / "preprocessing.json").read_text())["classes"]
+    answers = [json.loads(line) for line in printed.splitlines()]
+    assert [answer["file"] for answer in answers] == [str(file) for file in files]
+    theirs = torch.tensor(
+        [[{t["class"]: t["probability"] for t in a["top"]}[c] for c in classes] for a in answers]
+    )
+    expected = torch.tensor(own)
+    assert expected.std(0).max() > 1e-4, "a test with equal images would prove little"
+    assert torch.allclose(theirs, expected, rtol=0, atol=1e-6)
+    best = [classes[place] for place in expected.argmax(1).tolist()]
+    assert [answer["class"] for answer in answers] == best
+    snippet = torch.tensor(by_snippet(run, files, config))
+    assert torch.allclose(snippet, expected, rtol=0, atol=1e-6)
+    for world_size in (1, 2, 3) if name == "ddp_launch" else (3,):
+        result = json.loads(evaluated(pool, world_size, run)[1].splitlines()[-1])
+        assert result["held_out"]
+        for key in ("val_loss", "val_accuracy", "val_correct", "val_total", "weights_sha256"):
+            assert result[key] == summary[key], (key, world_size)
+
+
+@pytest.fixture(scope="module")
+def photo_run(
+    pool: Pool, data: dict[int, tuple[str, list[Path]]], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A run of the small network on the photos."""
+    run = tmp_path_factory.mktemp("photo_run") / "run"
+    words = f"{data[3][0]} {TINY} --image-size 16 --output-dir {run}"
+    pool.run(train, 1, "ddp_launch", words.split())
+    return run
+
+
+@pytest.fixture(scope="module")
+def digits_run(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on images of one channel."""
+    run = tmp_path_factory.mktemp("digits_run") / "run"
+    pool.run(train, 1, "ddp_launch", f"{TINY} --output-dir {run}".split())
+    return run
+
+
+def refusal(answer: tuple[int, str, str]) -> str:
+    """The one line of a command that did nothing."""
+    status, printed, said = answer
+    assert status == 2, said
+    errors = [line for line in said.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, said
+    assert "Traceback" not in said
+    assert not printed
+    return errors[0]
+
+
+def test_a_truncated_photo_is_named_and_the_others_are_predicted(
+    recipe: Recipe, photo_run: Path
+) -> None:
+    folder = recipe.tmp_path / "photos"
+    for number in range(40):
+        photo(folder / f"part {number % 2}" / f"{number}.jpg", number)
+    torn = folder / "part 1" / "7.jpg"
+    torn.write_bytes(torn.read_bytes()[:300])
+    (folder / "notes.txt").write_text("no image")
+    result = recipe.module("predict", photo_run, folder, "--json")
+    assert (result.status, len(result.errors)) == (1, 1), result.stderr
+    assert f"1 of 40 images were not predicted; the first is {torn} cannot" in result.errors[0]
+    assert "Traceback" not in result.stderr
+    assert "40/40" in result.stderr, "a progress bar"
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    expected = sorted(path for path in folder.rglob("*.jpg") if path != torn)
+    assert [answer["file"] for answer in answers] == [str(path) for path in expected]
+    assert all(len(a["top"]) == 3 and a["probability"] <= 1 for a in answers)
+
+
+def test_make_predicts_and_evaluates(recipe: Recipe, digits_run: Path) -> None:
+    need("make")
+    image = recipe.tmp_path / "seven.png"
+    Image.fromarray(np.zeros((20, 20), np.uint8)).save(image)
+    make = ["make", "--no-print-directory", "-C", str(ROOT), f"PYTHON={sys.executable}"]
+    words = ["predict", f"RUN={digits_run}", f"INPUT={image}", "ARGS=--top-k 2"]
+    done = recipe.finish(recipe.start(*make, *words), recipe.tmp_path)
+    assert done.status == 0, done.stderr
+    head, line = done.stdout.splitlines()
+    assert re.fullmatch(r"file +class  probability  then", head)
+    assert re.fullmatch(rf"{image}  \d +0\.\d{{4}}  \d 0\.\d{{4}}", line)
+    words = ["evaluate", f"RUN={digits_run}", "NPROC=2"]
+    done = recipe.finish(recipe.start(*make, *words), recipe.tmp_path)
+    assert done.status == 0, done.stderr
+    assert "world_size 2, device cpu" in done.stdout
+    assert "\nthe same as in summary.json, to the bit\n" in done.stdout
+    assert "%|" not in done.stdout
+
+
+def test_bad_input_to_predict(
+    pool: Pool,
+    photo_run: Path,
+    digits_run: Path,
+    data: dict[int, tuple[str, list[Path]]],
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "one.jpg"
+    photo(file, 1)
+    (tmp_path / "empty").mkdir()
+    notes = tmp_path / "notes.jpg"
+    notes.write_text("no image")
+    for run, words, says in (
+        (tmp_path / "none", [file], "none is not the folder of a run"),
+        (photo_run, [tmp_path / "gone"], "gone does not exist"),
+        (photo_run, [tmp_path / "empty"], r"empty has no images \(\.bmp, "),
+        (photo_run, [file, notes], r"notes\.jpg is not an image"),
+        (photo_run, [file, "--top-k", "0"], "--top-k must be at least 1"),
+        (photo_run, [file, "--weights", notes], "is not a weights file"),
+        (
+            photo_run,
+            [file, "--weights", digits_run / "model.pt"],
+            r"does not fit convnet .* 3 entries",
+        ),
+        (photo_run, [], "required: input"),
+        (digits_run, [file], r"one\.jpg is not a grey image \(Pillow's mode RGB\), but the model"),
+        (digits_run, [tmp_path], r"one\.jpg is not a grey image"),
+    ):
+        assert re.search(says, refusal(predicted(pool, run, *words))), says
+    changed = shutil.copytree(photo_run, tmp_path / "changed")
+    config = json.loads((changed / "config.json").read_text())
+    for model in ("toy", None):  # model_parallel_toy's points; dp_scratch and checkpoint_rnn
+        (changed / "config.json").write_text(json.dumps({**config, "model": model}))
+        said = refusal(predicted(pool, changed, file))
+        assert "holds no image classifier that can be rebuilt: give a run of" in said
+    (changed / "config.json").write_text(json.dumps(config))
+    (changed / "preprocessing.json").write_text("{")
+    assert "preprocessing.json is damaged" in refusal(predicted(pool, changed, file))
+    (changed / "preprocessing.json").unlink()
+    assert "preprocessing.json is missing" in refusal(predicted(pool, changed, file))
+    (changed / "summary.json").unlink()
+    assert "has not finished" in refusal(predicted(pool, changed, file))
+
+
+def test_evaluate_on_another_folder_and_with_other_weights(
+    pool: Pool, photo_run: Path, data: dict[int, tuple[str, list[Path]]], tmp_path: Path
+) -> None:
+    config = json.loads((photo_run / "config.json").read_text())
+    moved = shutil.copytree(config["data_path"], tmp_path / "moved")
+    own = json.loads(evaluated(pool, 1, photo_run)[1].splitlines()[-1])
+    again = evaluated(pool, 2, photo_run, "--data-path", moved)[1].splitlines()[-1]
+    assert json.loads(again) == own, "the same data at another place"
+    (moved / "daisy" / "daisy 3.jpg").unlink()
+    shutil.rmtree(moved / "rose")
+    status, printed, said = evaluated(pool, 3, photo_run, "--data-path", moved)
+    found = json.loads(printed.splitlines()[-1])
+    assert (status, found["val_total"], found["held_out"]) == (0, 19, False), said
+    shown = predicted(pool, photo_run, moved, "--json")[1].splitlines()
+    answers = [json.loads(line) for line in shown]
+    right = [answer["class"] == Path(answer["file"]).parent.name for answer in answers]
+    assert (sum(right), len(right)) == (found["val_correct"], 19)
+    weights = torch.load(photo_run / "model.pt")
+    torch.save({name: value * 0 for name, value in weights.items()}, tmp_path / "zero.pt")
+    zero = evaluated(pool, 2, photo_run, "--weights", tmp_path / "zero.pt")[1].splitlines()[-1]
+    assert json.loads(zero)["val_loss"] == pytest.approx(np.log(3), abs=1e-12)
+
+
+def test_bad_input_to_evaluate(pool: Pool, photo_run: Path, tmp_path: Path) -> None:
+    def refused(*words: str | Path, run: Path = photo_run) -> str:
+        status, printed, said = evaluated(pool, 1, run, *words)
+        return refusal((status, "".join(re.findall("{.*", printed)), said))
+
+    assert "none is not the folder of a run" in refused(run=tmp_path / "none")
+    assert "has no sub-folders: make one per class" in refused("--data-path", tmp_path / "none")
+    assert "--nproc must be at least 1" in refused("--nproc", "0")
+    other = flowers(tmp_path / "other", 2, ("daisy", "lily"))
+    assert "holds lily, but the classes of the run are daisy, rose, tulip" in refused(
+        "--data-path", other
+    )
+    (other / "lily").rename(other / "tulip")
+    torn = other / "tulip" / "lily 1.jpg"
+    torn.write_bytes(torn.read_bytes()[:300])
+    assert f"{torn} cannot be decoded" in refused("--data-path", other)
+    config = json.loads((photo_run / "config.json").read_text())
+    changed = shutil.copytree(photo_run, tmp_path / "changed")
+    more = shutil.copytree(config["data_path"], tmp_path / "more")
+    photo(more / "tulip" / "one more.jpg", 2)
+    config["data_path"] = str(more)
+    (changed / "config.json").write_text(json.dumps(config))
+    assert "is not the data that" in refused(run=changed)

@@ -1,0 +1,189 @@
+"""Evaluate a finished run exactly: every sample counted once, on any number of ranks.
+
+    make evaluate RUN=runs/ddp_launch/RUN                           the run's held-out samples
+    python -m recipes evaluate RUN --data-path photos               another folder of photos
+    python -m recipes evaluate RUN --weights RUN/weights/epoch_0003.pt --nproc 1
+
+Without other data or weights, the result is the one in RUN/summary.json, to the bit and on any
+number of ranks, as long as the device, its library versions and the CPU's type are those of the
+run. A folder of photos has one sub-folder per class, named as in the training; all its photos are
+evaluated. If the folder is the run's own data at another place, only its held-out samples are.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from common import cli
+from common.data.batches import DeviceBatches
+from common.data.datasets import DataOptions, load_data
+from common.data.image_folder import ImageFiles, class_names, images_in, verify
+from common.data.stream import Samples, eval_batch_size, fixed_batches, make_loader
+from common.data.workers import choose_num_workers
+from common.errors import InputError
+from common.files import weights_sha256
+from common.group.collectives import agreed
+from common.group.devices import choose_device
+from common.group.process_group import process_group
+from common.group.rendezvous import refuse_together
+from common.launch.process import run_rank
+from common.launch.ranks import Ranks, resolve
+from common.launch.start import LaunchOptions, launch
+from common.run.announce import device_in_words
+from common.run.options import RunOptions
+from common.seeds import set_determinism
+from common.terminal import log, set_up_logs
+from common.training.evaluate import evaluate
+from tools.command import Parser
+from tools.trained import Trained, read, refuse_unusable
+
+
+def held_out(run: Trained, options: DataOptions, ranks: Ranks) -> Samples:
+    """The run's own held-out samples. Calls collectives.
+
+    Raises:
+        InputError: `options` name other data than the run's.
+    """
+    data = load_data(options, run.config["seed"], ranks)
+    with agreed():
+        if data.fingerprint != run.fingerprint:
+            where = f" in {options.data_path}" if options.data_path else ""
+            raise InputError(
+                f"--data {options.data}{where} is not the data that {run.folder} was trained on, "
+                "or has changed since: restore it, or give --data-path"
+            )
+    return data.val
+
+
+def photos(run: Trained, folder: Path, ranks: Ranks) -> Samples:
+    """All images of a folder with one sub-folder per class. Calls a collective.
+
+    Raises:
+        InputError: no such sub-folders, other classes, or an image that the model cannot take.
+    """
+    with agreed():
+        names = class_names(folder) if folder.is_dir() else []
+        if not names:
+            raise InputError(f"--data-path {folder} has no sub-folders: make one per class")
+        if unknown := set(names) - set(run.classes):
+            raise InputError(
+                f"--data-path {folder} holds {', '.join(sorted(unknown))}, but the classes of the "
+                f"run are {', '.join(run.classes)}"
+            )
+        files = [(path, name) for name in names for path in images_in(folder / name)]
+        paths = [path for path, _ in files][ranks.rank :: ranks.world_size]
+        refuse_unusable(paths, run.channels)
+        verify(paths, show_progress=ranks.is_main)
+    labelled = [(path, run.classes.index(name)) for path, name in files]
+    return Samples(ImageFiles(labelled, run.prepared), range(len(files)), 0)
+
+
+def samples_of(
+    run: Trained, options: DataOptions, folder: Path | None, ranks: Ranks
+) -> tuple[Samples, bool]:
+    """The samples to evaluate, and whether they are the run's own. Calls collectives."""
+    if folder is None:
+        return held_out(run, options, ranks), True
+    if options.data_path is not None:
+        try:
+            return held_out(run, replace(options, data_path=folder), ranks), True
+        except InputError:
+            pass
+    return photos(run, folder, ranks), False
+
+
+def evaluate_run(given: argparse.Namespace, run: Trained, ranks: Ranks) -> None:
+    """Evaluate as one rank, and print the result."""
+    if not given.json:
+        set_up_logs(ranks)
+    path = run.config["data_path"]
+    options = run.options(
+        DataOptions,
+        data_path=path and Path(path),
+        num_workers=given.num_workers,
+        download=False,
+        verify_images=False,
+    )
+    set_determinism(**run.options(RunOptions).determinism)
+    device = choose_device(given.device, ranks)
+    with process_group(ranks, device, "auto", run.options(RunOptions).timeout_s):
+        with agreed():
+            model, dtype = run.model(given.weights, device)
+        val, own = samples_of(run, options, given.data_path, ranks)
+        keys = fixed_batches(len(val), eval_batch_size(len(val)), ranks.rank, ranks.world_size)
+        workers = choose_num_workers(options, val, max(map(len, keys), default=1), device)
+        loader = make_loader(val, keys, num_workers=workers, pin_memory=device.type == "cuda")
+        seen = run.preprocessing
+        batches = DeviceBatches(loader, device, dtype, seen["mean"], seen["std"])
+        found = evaluate(model, batches, len(val))
+    result = {
+        **{f"val_{name}": mean for name, mean in found.means.items()},
+        "val_correct": found.correct,
+        "val_total": found.total,
+    }
+    recorded = {name: run.summary.get(name) for name in result}
+    if not ranks.is_main:
+        return
+    if given.json:
+        sha = weights_sha256(model.state_dict())
+        print(json.dumps({**result, "held_out": own, "weights_sha256": sha}))
+        return
+    what = f"held-out samples of {run.folder}" if own else f"images in {given.data_path}"
+    where = f"world_size {ranks.world_size}, device {device_in_words(given.device, device)}"
+    log.info(f"{found.total} {what}, {where}\n")
+    log.info("\n".join(f"  {name:<12}  {value}" for name, value in result.items()))
+    if own and given.weights is None:
+        log.info(f"\n{verdict(result, recorded)}")
+
+
+def verdict(result: dict[str, Any], recorded: dict[str, Any]) -> str:
+    """Whether the result is the one that the run wrote into its summary."""
+    if result == recorded:
+        return "the same as in summary.json, to the bit"
+    return (
+        f"summary.json has val_loss {recorded['val_loss']}, val_correct {recorded['val_correct']}: "
+        "another device, CPU or version of torch changes the last bits"
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run from a command line, as a rank or to start the ranks; returns the exit status."""
+    parser = Parser("evaluate", __doc__)
+    parser.add_argument("run", type=Path, help="folder of a finished run")
+    parser.add_argument("--data-path", type=Path, help="folder to evaluate on; default: the run's")
+    parser.add_argument(
+        "--weights", type=Path, help="another state_dict of the same model; default: RUN/model.pt"
+    )
+    parser.add_argument(
+        "--nproc", type=int, help="processes; default: one per visible GPU, or 2 without a GPU"
+    )
+    parser.add_argument(
+        "--num-workers",
+        type=int,
+        help="loading processes per rank; default: for photos one per free CPU core, else 0",
+    )
+    parser.add_argument("--json", action="store_true", help="the result as a JSON object")
+    parser.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="auto: a GPU if there is one; default %(default)s",
+    )
+    try:
+        ranks, given = resolve(), parser.parse_args(list(arguments))
+        run, options = read(given.run), LaunchOptions(nproc=given.nproc)
+        if ranks.launcher == "none" and options.processes > 1:
+            return launch(["-m", "recipes", "evaluate", *arguments], options.processes, options)
+    except ValueError as error:
+        return cli.refuse(InputError(str(error)))
+
+    def body() -> None:
+        try:
+            evaluate_run(given, run, ranks)
+        except InputError as error:
+            raise refuse_together(error, ranks) from None
+
+    return run_rank(body, ranks)
