@@ -1,11 +1,10 @@
-"""Tensors that are divided between ranks (DTensor): a rank's part, and whole ones from parts.
+"""Tensors that are divided between ranks (DTensor): a rank's part, and parts from any mesh.
 
 A state is taken apart into a tree without its divided tensors, and pieces by their place in the
-tree. Pieces from any mesh can be put together on any other mesh.
+tree. Each rank writes its own. They can be put together on any other mesh.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +12,22 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import keystr, tree_map_with_path
+from torch.utils._pytree import (
+    keystr,
+    tree_leaves_with_path,
+    tree_map_only,
+    tree_map_with_path,
+)
 
+from common.checked import load_data_only
 from common.errors import InputError
-from common.files import load_data_only
 
-Pieces = Mapping[str, tuple[Tensor, list[int]]]
-"""By the tensor's place in the state: a part of it, and where the part begins in each dimension."""
-
-
-class Shards:
-    """The pieces in each rank's file of a snapshot, read when needed; iterable many times."""
-
-    def __init__(self, paths: list[str], first: int = 0) -> None:
-        """Begin with the file `first`, where a rank on the same mesh finds all its pieces."""
-        self.paths = [Path(path) for path in paths[first:] + paths[:first]]
-        self.opened = [load_data_only(self.paths[0], mmap=True)]
-
-    def __iter__(self) -> Iterator[Pieces]:
-        """Pieces of a file at a time."""
-        for number, path in enumerate(self.paths):
-            if number == len(self.opened):
-                self.opened.append(load_data_only(path, mmap=True))
-            yield self.opened[number]["pieces"]
+Part = tuple[Tensor, list[int]]
+"""A part of a tensor, and where it begins in each dimension."""
 
 
-def local_part(tensor: Tensor) -> tuple[Tensor, list[int]]:
-    """What this rank holds of a tensor, and where that begins in each dimension.
+def local_part(tensor: Tensor) -> Part:
+    """What this rank holds of a tensor.
 
     The innermost dimension of the mesh divides first: FSDP2 shards what tensor parallelism gave to
     a rank. Parts are as `torch.chunk` would cut them.
@@ -74,9 +62,9 @@ def holds_first(tensor: Tensor, mesh: DeviceMesh) -> bool:
     return all(mesh.get_local_rank(name) == 0 for name in others)
 
 
-def take_apart(state: Any, mesh: DeviceMesh) -> tuple[Any, dict[str, tuple[Tensor, list[int]]]]:
+def take_apart(state: Any, mesh: DeviceMesh) -> tuple[Any, dict[str, Part]]:
     """The state with None in place of each divided tensor, and the pieces that this rank writes."""
-    pieces: dict[str, tuple[Tensor, list[int]]] = {}
+    pieces: dict[str, Part] = {}
 
     def leave_out(path: Any, value: Any) -> Any:
         if not isinstance(value, DTensor):
@@ -88,70 +76,51 @@ def take_apart(state: Any, mesh: DeviceMesh) -> tuple[Any, dict[str, tuple[Tenso
     return tree_map_with_path(leave_out, state), pieces
 
 
-def put_together(tree: Any, present: Any, shards: Iterable[Pieces]) -> Any:
-    """The state `tree` of `take_apart`, with this rank's parts of the divided tensors.
+def put_together(files: list[str], rank: int, present: Any) -> tuple[dict[str, Any], Any]:
+    """What a rank wrote, and its state with this rank's parts of the divided tensors.
 
     Args:
-        tree: a part of a snapshot.
+        files: of every rank that wrote, in rank order; see `take_apart`.
+        rank: reads its own file first, or that of another rank if the mesh was smaller.
         present: the same state of this run: its divided tensors are overwritten, and returned.
-        shards: pieces of every rank that wrote.
-    """
-    divided: dict[str, DTensor] = {}
-
-    def note(path: Any, value: Any) -> None:
-        if isinstance(value, DTensor):
-            divided[keystr(path)] = value
-
-    tree_map_with_path(note, present)
-    for key, tensor in divided.items():
-        fill(key, *local_part(tensor), shards)
-    return tree_map_with_path(lambda path, value: divided.get(keystr(path), value), tree)
-
-
-def fill(key: str, local: Tensor, starts: list[int], shards: Iterable[Pieces]) -> None:
-    """Copy the pieces of one tensor into a part of it that begins at `starts`.
 
     Raises:
-        InputError: the pieces do not cover the part.
+        InputError: the pieces do not cover this rank's parts.
     """
-    missing = local.numel()
-    for pieces in shards:
-        if not missing:
-            return
-        if key not in pieces:
-            continue
-        piece, begins = pieces[key]
-        both = [
-            (max(a, b), min(a + n, b + m))
-            for a, n, b, m in zip(starts, local.shape, begins, piece.shape, strict=True)
-        ]
-        if all(end > begin for begin, end in both):
-            target, source = (
-                tuple(slice(begin - s, end - s) for (begin, end), s in zip(both, at, strict=True))
-                for at in (starts, begins)
-            )
-            local[target] = piece[source].to(local.device)
-            missing -= math.prod(end - begin for begin, end in both)
-    if missing:
-        raise InputError(f"the snapshot's shards lack {missing} numbers of {key}")
+    divided = {
+        keystr(path): value
+        for path, value in tree_leaves_with_path(present)
+        if isinstance(value, DTensor)
+    }
+    missing = {key: local_part(tensor)[0].numel() for key, tensor in divided.items()}
+    first = rank % len(files)
+    mine: dict[str, Any] = {}
+    for file in files[first:] + files[:first]:  # on the same mesh, the first one holds all
+        found = load_data_only(Path(file), mmap=True)
+        mine = mine or found
+        for key, tensor in divided.items():
+            if key in found["pieces"]:
+                missing[key] -= copy_common(local_part(tensor), found["pieces"][key])
+        if not any(missing.values()):
+            break
+    if lacking := [f"{number} numbers of {key}" for key, number in missing.items() if number]:
+        raise InputError(f"the snapshot's shards lack {lacking[0]}")
+    own = tree_map_only(Tensor, torch.clone, mine["parts"])  # the file may be removed
+    return mine, tree_map_with_path(lambda path, value: divided.get(keystr(path), value), own)
 
 
-def whole(
-    prefix: str, state: Mapping[str, Tensor], shards: Iterable[Pieces], folder: Path
-) -> dict[str, Tensor]:
-    """Every entry of a state_dict as one plain tensor, in files that vanish with the tensors.
-
-    Args:
-        prefix: place of the state_dict in the pieces' keys.
-        state: this rank's state_dict, for names, shapes and types.
-        shards: pieces of every rank that wrote.
-        folder: for the files, which have no name there any more when this returns.
-    """
-    entries: dict[str, Tensor] = {}
-    for name, value in state.items():
-        file = folder / "whole.tmp"
-        flat = torch.from_file(str(file), shared=True, size=value.numel(), dtype=value.dtype)
-        file.unlink()
-        entries[name] = flat.view(value.shape)
-        fill(f"{prefix}[{name!r}]", entries[name], [0] * value.ndim, shards)
-    return entries
+def copy_common(to: Part, piece: Part) -> int:
+    """Copy what two parts of one tensor have in common, and count it."""
+    (target, starts), (source, begins) = to, piece
+    common = [
+        (max(a, b), min(a + n, b + m))
+        for a, n, b, m in zip(starts, target.shape, begins, source.shape, strict=True)
+    ]
+    if any(end <= begin for begin, end in common):
+        return 0
+    into, out_of = (
+        tuple(slice(begin - s, end - s) for (begin, end), s in zip(common, at, strict=True))
+        for at in (starts, begins)
+    )
+    target[into] = source[out_of].to(target.device)
+    return math.prod(end - begin for begin, end in common)

@@ -32,7 +32,8 @@ ROOMS: dict[str, set[str]] = {
     "options": set(),
     "driver": set(),
     "hints": set(),
-    "shards": {"errors", "files"},
+    "checked": {"errors", "files"},
+    "shards": {"errors", "checked"},
     "stack": {"errors"},
     "git": set(),
     "machine": {"git", "stack"},
@@ -55,6 +56,7 @@ ROOMS: dict[str, set[str]] = {
     "training": {"errors", "downloads", "files", "seeds", "options", "terminal", "group"},
     "run": {
         "errors",
+        "checked",
         "files",
         "seeds",
         "options",

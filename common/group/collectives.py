@@ -50,7 +50,7 @@ def gather_numbers(values: Tensor) -> Tensor:
 
 
 @contextmanager
-def agreed() -> Iterator[None]:
+def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raise what one rank raises inside the block on every rank, with that rank's message.
 
     Without it, one rank's missing file leaves the other ranks waiting in the next collective. The
@@ -65,7 +65,8 @@ def agreed() -> Iterator[None]:
         yield
     except Exception as caught:  # the peers must know before it is raised here
         error = caught
-    found = gather(None if error is None else (isinstance(error, InputError), str(error)))
+    said = None if error is None else (isinstance(error, InputError), str(error))
+    found = gather(said, group)
     failed = [(rank, *entry) for rank, entry in enumerate(found) if entry is not None]
     if not failed:
         return

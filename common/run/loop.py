@@ -75,6 +75,7 @@ class Loop:
         seed_everything(seed, run.ranks.rank)  # from here on each rank draws its own dropout
         if found:
             state.resume(found, seed)
+            log.info(f"resuming after step {state.step}")
         self._resumed_from = state.step if found else None
         run.begin(state, self.data, self.batches.global_batch_size)
         if state.best and run.ranks.is_main:  # the file may be of an epoch that is done again
@@ -148,10 +149,6 @@ class Loop:
         self._speed.pause()
         self.state.metrics_bytes, self.state.metrics_sha256 = self.run.metrics_so_far()
         self.state.save(self.run.snapshots, self._identity, self.run.options.keep_snapshots)
-
-    def whole_model(self) -> dict[str, Tensor]:
-        """The whole model's state_dict on rank 0, from the last snapshot's shards. A collective."""
-        return self.state.whole_model(self.run.folder)
 
     def after_epoch(self, result: Evaluation, state_dict: Callable[[], dict[str, Tensor]]) -> None:
         """Log the epoch, then move to the next one, or stop before it.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,17 +20,10 @@ from torch.utils._pytree import tree_map_only
 
 from common.errors import InputError, TrainingError
 from common.group.collectives import agreed, gather, gather_numbers, gather_to_rank_0
-from common.group.process_group import gloo_does_not_disturb, keep_until_exit
-from common.run.snapshot_files import (
-    FORMAT,
-    list_snapshots,
-    newest_name,
-    remove,
-    unlike,
-    write,
-)
+from common.group.process_group import group_for_threads
+from common.run.snapshot_files import FORMAT, keep_newest, newest_name, unlike, write
 from common.seeds import rng_state, seed_everything, set_rng_state
-from common.shards import Shards, put_together, take_apart, whole
+from common.shards import put_together, take_apart
 from common.training.state import refuse_other_state
 
 _POSITION = ("epoch", "batch", "step", "metrics_bytes", "metrics_sha256")
@@ -81,8 +74,6 @@ class TrainingState:
     )
     _writing: Future[None] | None = None
     _group: dist.ProcessGroup | None = None
-    _shards: list[str] = field(default_factory=list)
-    """The files of the newest snapshot, one per rank."""
 
     def save(self, folder: Path, identity: Mapping[str, Any], keep: int) -> None:
         """Copy the state and let rank 0 write it; every rank calls this after the same step.
@@ -122,10 +113,7 @@ class TrainingState:
         }
         if self.mesh is not None:
             content |= {"mesh": list(self.mesh.shape), "mean_loss_sum": losses.mean()}
-            if self._group is None:  # for the threads: training uses the others
-                with gloo_does_not_disturb("gloo"):
-                    self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-                keep_until_exit(self._group)
+            self._group = self._group or group_for_threads()
             self._writing = self._writer.submit(self._write_shard, folder, content, mine, keep)
         elif ranks := gather_to_rank_0(mine):
             content |= {"ranks": ranks, **parts}
@@ -171,12 +159,8 @@ class TrainingState:
         mesh = None if self.mesh is None else list(self.mesh.shape)
         same = (found["world_size"], found.get("mesh")) == (world_size, mesh)
         present = {name: part.state_dict() for name, part in self.parts.items()}
-        self._shards = found["shards"]
         if self.mesh is not None:
-            files = Shards(self._shards, first=rank % len(self._shards))
-            mine = files.opened[0]
-            own = tree_map_only(Tensor, torch.clone, mine["parts"])  # the file may be removed
-            parts = put_together(own, present, files)
+            mine, parts = put_together(found["shards"], rank, present)
             losses = mine["loss_sum"] if same else found["mean_loss_sum"]
         else:
             ranks = found["ranks"]
@@ -212,61 +196,40 @@ class TrainingState:
                 "resumes at the same sample, but not with the same bits"
             )
 
-    def whole_model(self, folder: Path) -> dict[str, Tensor]:
-        """The whole model on rank 0, from the shards of the newest snapshot; every rank calls it.
-
-        Args:
-            folder: of the run, for files that vanish with the result.
-        """
-        self.wait()
-        with agreed():
-            if dist.get_rank() > 0:
-                return {}
-            state = self.parts["model"].state_dict()
-            return whole("['model']", state, Shards(self._shards), folder)
-
     def _write_shard(
         self, folder: Path, content: dict[str, Any], mine: dict[str, Any], keep: int
     ) -> None:
         """In the thread of each rank: write its file; on rank 0, then write which files there are.
 
         Raises:
-            TrainingError: on every rank, if a rank cannot write.
+            TrainingError, PeerError: a rank cannot write, and every rank raises.
         """
-        rank, step, name, problem = dist.get_rank(), content["step"], "", ""
+        rank, step = dist.get_rank(), content["step"]
         own = {**mine["parts"]["model"], **{k: piece for k, (piece, _) in mine["pieces"].items()}}
-        try:
+        with agreed(self._group):
             _refuse_non_finite_weights(own, step, folder)
             name = write(folder, step, mine, rank).name
-        except TrainingError as error:
-            problem = f"rank {rank}: {error}"
-        said = gather((name, problem), self._group)
-        if problem := next((text for _, text in said if text), ""):
-            raise TrainingError(problem)
-        self._shards = [str(folder / name) for name, _ in said]
+        names = gather(name, self._group)
         if rank == 0:
-            if unseen := [shard for shard in self._shards if not Path(shard).is_file()]:
+            if unseen := [name for name in names if not (folder / name).is_file()]:
                 raise TrainingError(
-                    f"rank 0 does not see {unseen[0]}, which another rank wrote: --output-dir must "
-                    "be on a file system that all hosts share"
+                    f"rank 0 does not see {unseen[0]} in {folder}, where another rank wrote it: "
+                    "--output-dir must be on a file system that all hosts share"
                 )
-            _write(folder, step, content | {"shards": [name for name, _ in said]}, keep)
+            _write(folder, step, content | {"shards": names}, keep)
 
 
 def _write(folder: Path, step: int, content: dict[str, Any], keep: int) -> None:
     """In the thread of rank 0: check the weights, write the snapshot, and remove old ones."""
     _refuse_non_finite_weights(content.get("model", {}), step, folder)
     write(folder, step, content)
-    for old in list_snapshots(folder)[keep:]:
-        remove(old)
+    keep_newest(folder, keep)
 
 
-def _refuse_non_finite_weights(weights: dict[str, Tensor | None], step: int, folder: Path) -> None:
+def _refuse_non_finite_weights(weights: dict[str, Any], step: int, folder: Path) -> None:
     for name, value in weights.items():
-        if value is None:  # its piece is checked
-            continue
         # The sum is cheap. It is not finite if a term is not, but also if it overflows.
-        if not value.sum().isfinite() and not value.isfinite().all():
+        if value is not None and not value.sum().isfinite() and not value.isfinite().all():
             raise TrainingError(
                 f"{name} is not finite after step {step}, and is not saved: try a lower --lr or "
                 f"--warmup-epochs; last good snapshot: {newest_name(folder)}"

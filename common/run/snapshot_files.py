@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from common.checked import checksum, load_data_only, save_checked
 from common.errors import InputError
-from common.files import checksum, load_data_only, save_checked
 from common.group.collectives import agreed, broadcast, gather
 from common.run.options import Options, refuse_another_run, refuse_unlike_rank_0
 
@@ -28,7 +28,7 @@ class UnsoundError(InputError):
 
 
 def write(folder: Path, step: int, content: dict[str, Any], rank: int | None = None) -> Path:
-    """Write a snapshot, or the shard of a rank, by `common.files.save_checked`."""
+    """Write a snapshot, or the shard of a rank, by `save_checked`."""
     if rank is None:
         return save_checked(folder, f"step_{step:08d}", "pt", content)
     return save_checked(folder, f"step_{step:08d}.rank_{rank:05d}", "shard", content)
@@ -39,11 +39,12 @@ def list_snapshots(folder: Path) -> list[Path]:
     return sorted(folder.glob("step_????????.????????????????.pt"), reverse=True)
 
 
-def remove(snapshot: Path) -> None:
-    """Remove a snapshot, then its shards."""
-    snapshot.unlink(missing_ok=True)
-    for shard in snapshot.parent.glob(f"{snapshot.name[:13]}.*.shard"):
-        shard.unlink(missing_ok=True)
+def keep_newest(folder: Path, count: int) -> None:
+    """Remove the other snapshots, each before its shards."""
+    for old in list_snapshots(folder)[count:]:
+        old.unlink(missing_ok=True)
+        for shard in folder.glob(f"{old.name[:13]}.*.shard"):
+            shard.unlink(missing_ok=True)
 
 
 def newest_name(folder: Path) -> str:
@@ -105,15 +106,10 @@ def find(resume: str | Path, folder: Path, identity: Options) -> dict[str, Any] 
             if dist.get_rank() == 0 and (found := _find(resume, folder)):
                 refuse_another_run(found["identity"], identity, f"snapshot {found['file']}")
         found = broadcast(found)
-        fault = _first_fault(found["shards"]) if found else ""
+        if not found or not (fault := _first_fault(found["shards"])):
+            return found
         with agreed():
-            if found and fault:
-                _set_aside(Path(found["file"]), folder, fault)
-        if not fault:
-            break
-    if found:
-        log.info(f"resuming after step {found['step']}")
-    return found
+            _set_aside(Path(found["file"]), folder, fault)
 
 
 def _first_fault(shards: list[str]) -> str:

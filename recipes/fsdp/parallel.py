@@ -4,15 +4,18 @@ Sources: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277); Rajbhandari et al.
 1910.02054); Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3.
 """
 
+import os
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -187,6 +190,29 @@ def clip_by_global_norm(model: nn.Module, most: float, mesh: DeviceMesh) -> Tens
     for gradient in gradients:
         local_part(gradient)[0].mul_((most / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+def whole_model(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    """The plain model's state_dict on rank 0, an empty one elsewhere. A collective per tensor.
+
+    One tensor at a time is gathered. On rank 0 it is in a file that vanishes with it, so that the
+    whole model need not fit into memory.
+
+    Args:
+        model: its parameters are sharded.
+        folder: on rank 0, for the files.
+    """
+    entries: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if dist.get_rank() == 0:
+            file = folder / "whole.tmp"
+            with file.open("wb") as room:  # else a full disk would end the process by SIGBUS
+                os.posix_fallocate(room.fileno(), 0, whole.nbytes)
+            kept = torch.from_file(str(file), shared=True, size=whole.numel(), dtype=whole.dtype)
+            file.unlink()
+            entries[name] = kept.view(whole.shape).copy_(whole)
+    return entries
 
 
 def in_step(

@@ -61,6 +61,7 @@ from recipes.fsdp.parallel import (
     make_adamw,
     make_mesh,
     parallelise,
+    whole_model,
 )
 from recipes.fsdp.text import VOCABULARY, TextOptions, load_text
 
@@ -185,10 +186,11 @@ def train(config: Config, ranks: Ranks) -> None:
             batches_per_rank = -(-len(data.val) // (eval_batch_size(len(data.val)) * shares))
             held_out = in_step(val_loader, batches_per_rank, model)
             result = evaluate(model, held_out, len(data.val), score=score)
-            loop.after_epoch(result, loop.whole_model)
+            loop.after_epoch(result, lambda: whole_model(model, run.folder))
 
         # report
-        loop.finish(loop.whole_model(), bigram_bits_per_character=text.bigram_bits)
+        whole = whole_model(model, run.folder)
+        loop.finish(whole, bigram_bits_per_character=text.bigram_bits)
 
 
 def dry_run(arguments: Sequence[str]) -> int:
