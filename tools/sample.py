@@ -6,34 +6,32 @@ RUN is the folder of a finished run. Its model.pt is loaded whole, on a CPU.
 """
 
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
 import torch
 
 from common.errors import InputError
-from common.files import read_json
 from recipes.fsdp.model import Transformer, TransformerOptions
-from recipes.fsdp.text import VOCABULARY
+from recipes.fsdp.text import VOCABULARY, TextOptions
 from tools.command import Parser, attempt
+from tools.trained import load_all, options_of, read_config, refuse_unfinished
 
 
 def load(run: Path) -> tuple[Transformer, int]:
     """The model of a run, and the length of its context [bytes].
 
     Raises:
-        InputError: no finished run of fsdp.
+        InputError: no finished run of fsdp, or a damaged one.
     """
-    for name in ("config.json", "model.pt"):
-        if not (run / name).is_file():
-            raise InputError(f"{run} has no {name}: give the folder of a finished run of fsdp")
-    config = read_json(run / "config.json", "recipe")
-    if config["recipe"] != "fsdp":
-        raise InputError(f"{run} is a run of {config['recipe']}: only models of fsdp write text")
-    options = TransformerOptions(**{f.name: config[f.name] for f in fields(TransformerOptions)})
-    model = Transformer(options, VOCABULARY)
-    model.load_state_dict(torch.load(run / "model.pt", weights_only=True))
-    return model.float().eval(), int(config["context"])
+    config = read_config(run)
+    if config.get("recipe") != "fsdp":
+        raise InputError(
+            f"{run} is a run of {config.get('recipe')}: only models of fsdp write text"
+        )
+    refuse_unfinished(run)
+    model = Transformer(options_of(config, TransformerOptions), VOCABULARY)
+    load_all(model, run / "model.pt", "the transformer", run)
+    return model.eval(), options_of(config, TextOptions).context
 
 
 @torch.no_grad()
