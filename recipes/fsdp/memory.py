@@ -4,7 +4,7 @@ Source: Rajbhandari et al. 2019, "ZeRO" (arXiv 1910.02054), section 5 and figure
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -65,11 +65,10 @@ def count(
             tokens = torch.zeros(samples, context, dtype=torch.int64)
             x = torch.zeros(samples, context, model.width, requires_grad=True)
             first = local.blocks[0]
-            one = _saved(first.parameters(), lambda: first(x))
+            one, _ = saved(first, lambda: first(x))
             local.blocks = nn.ModuleList()
-            rest = _saved(
-                local.parameters(),
-                lambda: cross_entropy(local(tokens).transpose(1, 2).to(dtype), tokens),
+            rest, _ = saved(
+                local, lambda: cross_entropy(local(tokens).transpose(1, 2).to(dtype), tokens)
             )
     finally:
         torch.set_default_dtype(before)
@@ -123,12 +122,13 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> Bytes:
     return {kind: sum(local_part(t)[0].nbytes for t in of) for kind, of in tensors.items()}
 
 
-def _saved(parameters: Iterable[Tensor], forward: Callable[[], Tensor]) -> int:
-    """Bytes that autograd keeps for the backward pass, without the parameters."""
-    own = {parameter.untyped_storage()._cdata for parameter in parameters}
+def saved(model: nn.Module, forward: Callable[[], Tensor]) -> tuple[int, Tensor]:
+    """Bytes that autograd keeps for the backward pass, without the parameters; and the result."""
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
+        # FSDP2 puts the gathered parameters of a block into the model while the block computes.
+        own = {local_part(p)[0].untyped_storage()._cdata for p in model.parameters()}
         storage = tensor.untyped_storage()
         if storage._cdata not in own:
             kept[storage._cdata] = storage.nbytes()
@@ -136,5 +136,4 @@ def _saved(parameters: Iterable[Tensor], forward: Callable[[], Tensor]) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         result = forward()
-    del result
-    return sum(kept.values())
+    return sum(kept.values()), result
