@@ -2,12 +2,15 @@
 
 import contextlib
 import io
+import logging
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ from common.shards import copy_common, take_apart
 from recipes.fsdp import memory, parallel, text
 from recipes.fsdp.model import Transformer, TransformerOptions
 from recipes.fsdp.train import Config, train
-from tests.conftest import Recipe, Result
+from tests.conftest import ROOT, Recipe, Result, end, wait_for
 from tests.pool import Pool, call_main, in_group
 from tests.test_bad_input import assert_refused
 
@@ -209,7 +212,14 @@ def run_fsdp(ranks: Ranks, folder: Path, book: Path, sizes: Sizes, options: dict
         optimizer=replace(default.optimizer, **optimizer),
         parallel=parallel.ParallelOptions(shard, replicas, tensor),
     )
-    train(config, ranks)
+    noted = BufferingHandler(100)
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    logger.addHandler(noted)
+    try:
+        train(config, ranks)
+    finally:
+        logger.removeHandler(noted)
+    assert not noted.buffer, "torch warns of suboptimal transfers"
 
 
 def fsdp(pool: Pool, folder: Path, book: Path, sizes: Sizes, **options: Any) -> Result:
@@ -504,6 +514,26 @@ def test_fsdp_through_the_front_door(recipe: Recipe, book: Path) -> None:
     said = recipe.module("sample", result.folder, "--prompt", "7 times", "--length", "20")
     assert said.assert_ok().stdout.startswith("7 times")
     assert len(said.stdout.encode()) >= 20
+
+
+@pytest.mark.slow
+def test_killed_under_torchrun_and_resumed_by_the_front_door_is_one_hash(
+    recipe: Recipe, book: Path
+) -> None:
+    text = ("--data", "text", "--data-path", str(book), "--context", "16")
+    size = ("--layers", "1", "--width", "16", "--heads", "2")
+    options = (*text, *size, "--epochs", "20", "--snapshot-every", "7")
+    whole = recipe("fsdp", *options, "--nproc", "2", folder="whole").assert_ok()
+    folder = recipe.tmp_path / "cut"
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [ROOT / "recipes" / "fsdp" / "train.py", *options, "--output-dir", folder]
+    process = recipe.start(sys.executable, "-m", *torchrun, *script)
+    wait_for(lambda: len(list(folder.glob("snapshots/step_*.pt"))) > 1)
+    end(process)
+    assert not (folder / "summary.json").exists(), "it was killed in time"
+    resumed = recipe("fsdp", *options, "--nproc", "2", folder="cut").assert_ok()
+    assert resumed.summary["resumed_from"] > 0
+    assert (resumed.sha, resumed.losses) == (whole.sha, whole.losses)
 
 
 def command(pool: Pool, module: str, *arguments: str | Path) -> tuple[int, str, str]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -204,7 +204,12 @@ def whole_model(model: nn.Module, folder: Path) -> dict[str, Tensor]:
     """
     entries: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        whole = value
+        if isinstance(value, DTensor):  # at once, torch 2.15 warns that this is several gathers
+            for level in range(value.device_mesh.ndim):
+                placements = [Replicate()] * (level + 1) + list(value.placements[level + 1 :])
+                value = value.redistribute(placements=placements)
+            whole = value.to_local()
         if dist.get_rank() == 0:
             file = folder / "whole.tmp"
             with file.open("wb") as room:  # else a full disk would end the process by SIGBUS
