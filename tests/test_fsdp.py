@@ -526,8 +526,10 @@ def test_killed_under_torchrun_and_resumed_by_the_front_door_is_one_hash(
     whole = recipe("fsdp", *options, "--nproc", "2", folder="whole").assert_ok()
     folder = recipe.tmp_path / "cut"
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [ROOT / "recipes" / "fsdp" / "train.py", *options, "--output-dir", folder]
-    process = recipe.start(sys.executable, "-m", *torchrun, *script)
+    script = ROOT / "recipes" / "fsdp" / "train.py"
+    process = recipe.start(
+        sys.executable, "-m", *torchrun, script, *options, "--output-dir", folder
+    )
     wait_for(lambda: len(list(folder.glob("snapshots/step_*.pt"))) > 1)
     end(process)
     assert not (folder / "summary.json").exists(), "it was killed in time"

@@ -147,11 +147,11 @@ def test_shards_are_written_and_text_is_sampled_in_the_image(
     """Of the language reference inside the image's Python."""
     options = ("--layers", "1", "--width", "16", "--context", "64", "--max-steps", "3")
     docker = ("--user", f"{UID}:{UID}", "--shm-size=1g")
-    words = ("fsdp", "--nproc", "2", *options, "--output-dir", "runs/run")
-    done = run(engine, *words, docker=docker, folder=runs).assert_ok()
+    train = ("fsdp", "--nproc", "2", *options, "--output-dir", "runs/run")
+    done = run(engine, *train, docker=docker, folder=runs).assert_ok()
     assert len(list((done.folder / "snapshots").glob("*.shard"))) == 2
-    words = ("sample", "runs/run", "--prompt", "The with statement", "--length", "9")
-    said = run(engine, *words, docker=docker, folder=runs).assert_ok().stdout
+    sample = ("sample", "runs/run", "--prompt", "The with statement", "--length", "9")
+    said = run(engine, *sample, docker=docker, folder=runs).assert_ok().stdout
     assert said.startswith("The with statement")
 
 
