@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import cross_entropy
 
 from common.checked import load_data_only
-from common.errors import InputError
+from common.errors import InputError, PeerError, TrainingError
 from common.files import weights_sha256
 from common.launch.ranks import Ranks
 from common.run import snapshot_files
@@ -342,7 +342,7 @@ class Rows:
     """A state of one tensor, divided between the ranks; its values tell the step and the rank."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh, self.step = mesh["shard"], 0
+        self.mesh, self.step = mesh["shard"], 0.0
 
     def state_dict(self) -> dict[str, Any]:
         local = torch.full((3, 400), 10.0 * self.step + self.mesh.get_local_rank())
@@ -350,6 +350,23 @@ class Rows:
 
     def load_state_dict(self, _: dict[str, Any]) -> None:
         pass
+
+
+def save_broken_rows(ranks: Ranks, folder: Path) -> str:
+    mesh = parallel.make_mesh(CPU, (1, 2, 1))
+    rows = Rows(mesh)
+    rows.step = float("nan") if ranks.rank == 1 else 1
+    state = TrainingState({"model": rows}, torch.zeros(1), mesh, step=7)
+    state.save(folder, {}, keep=1)
+    with pytest.raises((TrainingError, PeerError)) as failed:
+        state.wait()
+    return str(failed.value)
+
+
+def test_a_shard_that_cannot_be_written_is_told_to_every_rank(pool: Pool, tmp_path: Path) -> None:
+    for said in pool.run(in_group, 2, save_broken_rows, tmp_path):
+        assert "['model']['weight'] is not finite after step 7" in said
+    assert not list(tmp_path.glob("*.pt")), "no snapshot without all of its shards"
 
 
 class Mortal:
