@@ -32,7 +32,7 @@ from common.shards import copy_common, take_apart
 from recipes.fsdp import memory, parallel, text
 from recipes.fsdp.model import Transformer, TransformerOptions
 from recipes.fsdp.train import Config, train
-from tests.conftest import ROOT, Recipe, Result, end, wait_for
+from tests.conftest import ROOT, Recipe, Result, wait_for
 from tests.pool import Pool, call_main, in_group
 from tests.test_bad_input import assert_refused
 
@@ -548,7 +548,9 @@ def test_killed_under_torchrun_and_resumed_by_the_front_door_is_one_hash(
         sys.executable, "-m", *torchrun, script, *options, "--output-dir", folder
     )
     wait_for(lambda: len(list(folder.glob("snapshots/step_*.pt"))) > 1)
-    end(process)
+    rank = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[-1]
+    os.kill(int(rank), signal.SIGKILL)
+    assert recipe.finish(process, folder).status == 1
     assert not (folder / "summary.json").exists(), "it was killed in time"
     resumed = recipe("fsdp", *options, "--nproc", "2", folder="cut").assert_ok()
     assert resumed.summary["resumed_from"] > 0
