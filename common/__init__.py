@@ -15,6 +15,8 @@ One room per question; imports point down this list only (tests/test_house.py):
     hints               advice for the errors of PyTorch, NCCL and CUDA
     machine, git, stack what is recorded of this machine and the code; versions of CUDA and NCCL
     driver              how many GPUs there are, and why the driver cannot use them
+    shards              tensors that are divided between ranks
+    checked             files whose names hold their checksum
     files, options      files and folders; options that change no number
     downloads           public data and weights that --download gets
     figure, seeds       figures; randomness, determinism and precision

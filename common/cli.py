@@ -40,7 +40,7 @@ def start(name: str, arguments: Sequence[str]) -> int:
         if files < 64:
             raise InputError(f"a process may open {files} files here, too few: ulimit -n 1024")
         ranks, given = _resolve(arguments)
-        alone = ranks.launcher == "none" and not {"-h", "--help"} & set(given)
+        alone = ranks.launcher == "none" and not {"-h", "--help", "--dry-run"} & set(given)
         if alone and _launched(name) == "ranks":
             with _input_errors():
                 options = _tyro(name, LaunchOptions, given, return_unknown_args=True)[0]

@@ -23,6 +23,7 @@ COMMANDS = {
     "predict RUN INPUT": "the classes of images, by the model that folder RUN holds",
     "evaluate RUN": "the exact evaluation of a finished run, on its held-out or other samples",
     "doctor": "what on this machine would stop a run, and what to do about it",
+    "sample RUN": "write text with the model of a run of fsdp",
     "reproduce RUN": "run the training of folder RUN again: is the result the same?",
 }
 

@@ -173,6 +173,7 @@ FREE = {
     *("device", "backend", "timeout_s", "max_steps", "global_batch_size", "batch_size_per_rank"),
     *("data_path", "download", "verify_images", "num_workers", "pin_memory"),
     *("lesson", "show", "timeline", "memory_budget", "check_replicas", "audit"),
+    *("shard", "replicas", "tensor_parallel", "reshard_after_forward", "recompute", "dry_run"),
 }
 """Options that may change on resume. The identity holds the data's fingerprint and the whole batch
 size instead."""
@@ -187,6 +188,7 @@ size instead."""
         "dp_scratch",
         "model_parallel_toy",
         "checkpoint_rnn",
+        "fsdp",
     ],
 )
 def test_every_option_that_is_not_free_makes_another_run(name: str) -> None:

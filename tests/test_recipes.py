@@ -423,6 +423,7 @@ SMALL = {
     "model_parallel_toy": "--epochs 2",
     "checkpoint_rnn": "--length 20 --train-samples 320 --val-samples 64 --epochs 2 --layers 2 "
     "--dropout 0.5 --segments 3",
+    "fsdp": "--nproc 1 --context 512 --global-batch-size 64 --layers 1 --width 16 --epochs 1",
 }
 
 
@@ -447,7 +448,8 @@ def test_interrupted_and_resumed_is_uninterrupted(pool: Pool, tmp_path: Path, na
     cut = run("cut")
     assert (first["steps"], cut["resumed_from"]) == (3, 3)
     assert cut["weights_sha256"] == whole["weights_sha256"] != first["weights_sha256"]
-    assert cut["val_correct"] == whole["val_correct"]
+    for key in ("val_loss", "val_correct"):  # fsdp counts no hits
+        assert cut.get(key) == whole.get(key)
     weights = torch.load(tmp_path / "cut" / "model.pt", weights_only=True)
     assert weights
     assert not any(key.startswith("module.") for key in weights)
@@ -768,6 +770,7 @@ def test_a_compiled_model_trains_alike_and_goes_on_to_the_bit(recipe: Recipe) ->
         ("dp_scratch", "--epochs 1"),
         ("model_parallel_toy", "--model toy --max-steps 2"),
         ("checkpoint_rnn", "--length 64 --hidden-size 8"),
+        ("fsdp", "--layers 1 --width 32 --context 16"),
     ],
 )
 def test_every_comparison(recipe: Recipe, name: str, options: str) -> None:

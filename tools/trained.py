@@ -1,4 +1,4 @@
-"""What `predict` and `evaluate` share: a finished run's model, as the run's folder describes it."""
+"""A finished run's model, as the run's folder describes it (`predict`, `evaluate`, `sample`)."""
 
 import json
 from collections.abc import Sequence
@@ -49,8 +49,7 @@ class Trained:
 
     def options(self, group: type[G], **other: Any) -> G:
         """An option group as the run had it, with `other` values."""
-        names = [option.name for option in fields(group)]  # type: ignore[arg-type]
-        return group(**{name: self.config[name] for name in names if name in self.config} | other)
+        return options_of(self.config, group, **other)
 
     def model(self, weights: Path | None, device: torch.device) -> tuple[nn.Module, torch.dtype]:
         """The model in eval mode, and the dtype of its images.
@@ -64,14 +63,7 @@ class Trained:
         """
         options, side = self.options(ModelOptions), self.preprocessing["crop"]
         model = build_model(options, self.channels, len(self.classes), side)
-        weights = weights or self.folder / "model.pt"
-        _, left_out = load_matching(model, weights)
-        if left_out:
-            raise InputError(
-                f"{weights} does not fit {options.model} as in {self.folder}/config.json: "
-                f"{len(left_out)} entries differ, the first is {left_out[0]}. A recipe with a "
-                "model of its own needs its own script"
-            )
+        load_all(model, weights or self.folder / "model.pt", options.model, self.folder)
         if options.channels_last:  # it decides the last bits
             model.to(memory_format=torch.channels_last)
         dtype, _, _ = mixed_precision(self.config["precision"], device)
@@ -84,22 +76,57 @@ def read(folder: Path) -> Trained:
     Raises:
         InputError: it is no such folder; says which file is missing or damaged.
     """
-    if not (folder / "config.json").is_file():
-        raise InputError(f"{folder} is not the folder of a run: it holds no config.json")
-    config = _read(folder / "config.json")
+    config = read_config(folder)
     if config.get("model") not in get_args(get_type_hints(ModelOptions)["model"]):
         raise InputError(
             f"{folder} holds no image classifier that can be rebuilt: give a run of ddp_launch, "
             "ddp_spawn, dp_resnet50, or model_parallel_toy --model resnet50"
         )
+    refuse_unfinished(folder)
+    names = ("preprocessing", "summary", "manifest")
+    preprocessing, summary, manifest = (_read(folder / f"{name}.json") for name in names)
+    return Trained(folder, config, preprocessing, summary, manifest["data_fingerprint"])
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The options of a run, resolved.
+
+    Raises:
+        InputError: it is no folder of a run, or the file is damaged.
+    """
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder} is not the folder of a run: it holds no config.json")
+    return _read(folder / "config.json")
+
+
+def refuse_unfinished(folder: Path) -> None:
+    """Raise InputError if the run has not finished."""
     if not (folder / "summary.json").is_file():
         raise InputError(
             f"the run in {folder} has not finished: run its command again with --output-dir "
             f"{folder} to resume it"
         )
-    names = ("preprocessing", "summary", "manifest")
-    preprocessing, summary, manifest = (_read(folder / f"{name}.json") for name in names)
-    return Trained(folder, config, preprocessing, summary, manifest["data_fingerprint"])
+
+
+def options_of(config: dict[str, Any], group: type[G], **other: Any) -> G:
+    """An option group with the values in `config`, and `other` values."""
+    names = [option.name for option in fields(group)]  # type: ignore[arg-type]
+    return group(**{name: config[name] for name in names if name in config} | other)
+
+
+def load_all(model: nn.Module, weights: Path, name: str, folder: Path) -> None:
+    """Load every entry of a model, by `name` in the run's folder.
+
+    Raises:
+        InputError: the file does not fit the model.
+    """
+    _, left_out = load_matching(model, weights)
+    if left_out:
+        raise InputError(
+            f"{weights} does not fit {name} as in {folder}/config.json: {len(left_out)} entries "
+            f"differ, the first is {left_out[0]}. A recipe with a model of its own needs its own "
+            "script"
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from common.errors import InputError, PeerError
 T = TypeVar("T")
 
 
-def gather(value: T) -> list[T]:
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's `value` in rank order, on every rank. Any object that pickles."""
-    values: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[T | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
     return values  # type: ignore[return-value]
 
 
@@ -50,7 +50,7 @@ def gather_numbers(values: Tensor) -> Tensor:
 
 
 @contextmanager
-def agreed() -> Iterator[None]:
+def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raise what one rank raises inside the block on every rank, with that rank's message.
 
     Without it, one rank's missing file leaves the other ranks waiting in the next collective. The
@@ -65,7 +65,8 @@ def agreed() -> Iterator[None]:
         yield
     except Exception as caught:  # the peers must know before it is raised here
         error = caught
-    found = gather(None if error is None else (isinstance(error, InputError), str(error)))
+    said = None if error is None else (isinstance(error, InputError), str(error))
+    found = gather(said, group)
     failed = [(rank, *entry) for rank, entry in enumerate(found) if entry is not None]
     if not failed:
         return

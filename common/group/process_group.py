@@ -105,6 +105,15 @@ def keep_until_exit(group: dist.ProcessGroup | None) -> None:
     _kept.append(group)
 
 
+def group_for_threads() -> dist.ProcessGroup:
+    """One more gloo group of all ranks: two threads cannot share one. A collective."""
+    with gloo_does_not_disturb("gloo"):
+        group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    keep_until_exit(group)
+    return group
+
+
 def _leave() -> None:
     record.stop()
     keep_until_exit(dist.group.WORLD)

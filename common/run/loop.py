@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from common import restart
 from common.data.datasets import Data
@@ -39,7 +40,7 @@ class Loop:
     snapshot (`--snapshot-every`). After an epoch's last step: write a snapshot, evaluate, log, stop
     if any rank was asked to, begin the next epoch.
 
-    `parts` and `sharded` are those of `TrainingState`. Every `check_replicas` steps (0: never), and
+    `parts` and `mesh` are those of `TrainingState`. Every `check_replicas` steps (0: never), and
     then before each snapshot too, the ranks compare their replicas of the model and the optimizer.
     """
 
@@ -51,14 +52,14 @@ class Loop:
         batches: GlobalBatches,
         data: Data,
         *,
-        sharded: bool = False,
+        mesh: DeviceMesh | None = None,
         check_replicas: int = 0,
     ) -> None:
         self.run, self.options, self.batches, self.data = run, options, batches, data
         if data.resize:
             run.resolve(image_size=data.side)
         loss_sum = torch.zeros((), dtype=torch.float64, device=run.devices[0])
-        self.state = TrainingState(parts, loss_sum, sharded)
+        self.state = TrainingState(parts, loss_sum, mesh)
         self.compute = ComputeTime(run.devices[0])
         total_steps = options.epochs * batches.steps_per_epoch
         self.last_step = min(options.max_steps or total_steps, total_steps)
@@ -86,6 +87,7 @@ class Loop:
         seed_everything(seed, run.ranks.rank)  # from here on each rank draws its own dropout
         if found:
             state.resume(found, seed)
+            log.info(f"resuming after step {state.step}")
         self._begun, self._resumed_from = state.step, state.step if found else None
         run.begin(state, self.data, self.batches.global_batch_size)
         if state.best and run.ranks.is_main:  # the file may be of an epoch that is done again

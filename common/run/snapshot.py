@@ -1,6 +1,7 @@
 """The full training state: copied after a step, and loaded by a run that resumes.
 
-Training waits only for the copy in memory. A thread of rank 0 writes it while training continues.
+Training waits only for the copy in memory. A thread writes it while training continues: on rank 0,
+or on every rank if each one has a part of the state.
 """
 
 import logging
@@ -14,12 +15,15 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from common.errors import InputError, TrainingError
-from common.group.collectives import agreed, gather_numbers, gather_to_rank_0
-from common.run.snapshot_files import FORMAT, list_snapshots, newest_name, unlike, write
+from common.group.collectives import agreed, gather, gather_numbers, gather_to_rank_0
+from common.group.process_group import group_for_threads
+from common.run.snapshot_files import FORMAT, keep_newest, newest_name, unlike, write
 from common.seeds import rng_state, seed_everything, set_rng_state
+from common.shards import put_together, take_apart
 from common.training.state import refuse_other_state
 
 _POSITION = ("epoch", "batch", "step", "metrics_bytes", "metrics_sha256")
@@ -48,8 +52,9 @@ class TrainingState:
     loss_sum: Tensor
     """Sum over the epoch's steps so far, float64, on the device: one number for each of this rank's
     samples in a batch, or one in all if the recipe has only the mean."""
-    sharded: bool = False
-    """Each rank has parts of its own (a pipeline's stages), not copies of rank 0's."""
+    mesh: DeviceMesh | None = None
+    """Of all ranks, if each one has a part of the state (a pipeline's stage, shards of tensors) and
+    writes its own file. None: all ranks have the same state, and rank 0 writes it."""
     epoch: int = 0
     batch: int = 0
     """Batches of the epoch that are done."""
@@ -68,6 +73,7 @@ class TrainingState:
         default_factory=lambda: ThreadPoolExecutor(1, initializer=os.nice, initargs=(10,))
     )
     _writing: Future[None] | None = None
+    _group: dist.ProcessGroup | None = None
 
     def save(self, folder: Path, identity: Mapping[str, Any], keep: int) -> None:
         """Copy the state and let rank 0 write it; every rank calls this after the same step.
@@ -85,28 +91,32 @@ class TrainingState:
         if self.saved_step == self.step:
             return
         self.wait()
-        refuse_non_finite(gather_numbers(self.loss_sum), self.step, folder)
+        losses = gather_numbers(self.loss_sum)
+        refuse_non_finite(losses, self.step, folder)
         mine: dict[str, Any] = {"rng": rng_state(), "loss_sum": self.loss_sum.reshape(-1)}
         parts: dict[str, Any] = {}
-        if self.sharded or dist.get_rank() == 0:
+        if self.mesh is not None or dist.get_rank() == 0:
             parts = {name: part.state_dict() for name, part in self.parts.items()}
+        if self.mesh is not None:
+            mine["parts"], mine["pieces"] = take_apart(parts, self.mesh)
+            parts = {}
         # The next step changes the originals.
         mine, parts = tree_map_only(
             Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), (mine, parts)
         )
-        if self.sharded:
-            mine["parts"], parts = parts, {}
-        ranks = gather_to_rank_0(mine)
-        if dist.get_rank() == 0:
-            content = {
-                "format": FORMAT,
-                "identity": dict(identity),
-                "world_size": len(ranks),
-                "ranks": ranks,
-                "best": self.best,
-                **parts,
-                **{name: getattr(self, name) for name in _POSITION},
-            }
+        content = {
+            "format": FORMAT,
+            "identity": dict(identity),
+            "world_size": dist.get_world_size(),
+            "best": self.best,
+            **{name: getattr(self, name) for name in _POSITION},
+        }
+        if self.mesh is not None:
+            content |= {"mesh": list(self.mesh.shape), "mean_loss_sum": losses.mean()}
+            self._group = self._group or group_for_threads()
+            self._writing = self._writer.submit(self._write_shard, folder, content, mine, keep)
+        elif ranks := gather_to_rank_0(mine):
+            content |= {"ranks": ranks, **parts}
             self._writing = self._writer.submit(_write, folder, self.step, content, keep)
         self.saved_step = self.step
 
@@ -145,13 +155,22 @@ class TrainingState:
                 raise InputError(unlike(found["file"], what)) from error
 
     def _load(self, found: dict[str, Any], seed: int) -> None:
-        rank, world_size, ranks = dist.get_rank(), dist.get_world_size(), found["ranks"]
-        # The options that decide the number of shards are part of the identity.
-        if len(ranks) != found["world_size"] or (self.sharded and len(ranks) != world_size):
-            raise ValueError(f"it is of {len(ranks)} ranks")
-        others = {"format", "identity", "world_size", "ranks", "file", "best", *_POSITION}
-        parts = ranks[rank]["parts"] if self.sharded else found
-        if unlike_ours := (parts.keys() ^ self.parts.keys()) - others:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        mesh = None if self.mesh is None else list(self.mesh.shape)
+        same = (found["world_size"], found.get("mesh")) == (world_size, mesh)
+        present = {name: part.state_dict() for name, part in self.parts.items()}
+        if self.mesh is not None:
+            mine, parts = put_together(found["shards"], rank, present)
+            losses = mine["loss_sum"] if same else found["mean_loss_sum"]
+        else:
+            ranks = found["ranks"]
+            if len(ranks) != found["world_size"]:
+                raise ValueError(f"it is of {len(ranks)} ranks")
+            others = {"format", "identity", "world_size", "ranks", "best", *_POSITION}
+            parts = {name: found[name] for name in found.keys() - others - {"file", "shards"}}
+            losses = torch.cat([entry["loss_sum"] for entry in ranks]).chunk(world_size)[rank]
+            mine = ranks[rank % len(ranks)]
+        if unlike_ours := parts.keys() ^ self.parts.keys():
             raise ValueError(f"other parts: {', '.join(sorted(unlike_ours))}")
         for name, part in self.parts.items():
             refuse_other_state(part, parts[name])
@@ -164,34 +183,57 @@ class TrainingState:
         if self.best:
             weights = dict(self.best.pop("weights"))
             self.best |= {} if rank else {"weights": weights}
-        losses = torch.cat([entry["loss_sum"] for entry in ranks])
         if losses.dtype != self.loss_sum.dtype:
             raise ValueError(f"loss_sum is {losses.dtype}")
-        self.loss_sum = losses.chunk(world_size)[rank].to(self.loss_sum.device)
-        if len(ranks) == world_size:
-            set_rng_state(ranks[rank]["rng"])
+        self.loss_sum = losses.to(self.loss_sum.device, copy=True)
+        if same:
+            set_rng_state(mine["rng"])
             return
         seed_everything(seed, rank, self.step)
         if not found["identity"].get("virtual_ranks"):
             log.warning(
-                f"the snapshot is of {len(ranks)} ranks, this run has {world_size}: it resumes at "
-                "the same sample, but not with the same bits"
+                f"the snapshot is of {found['world_size']} ranks, this run has {world_size}: it "
+                "resumes at the same sample, but not with the same bits"
             )
+
+    def _write_shard(
+        self, folder: Path, content: dict[str, Any], mine: dict[str, Any], keep: int
+    ) -> None:
+        """In the thread of each rank: write its file; on rank 0, then write which files there are.
+
+        Raises:
+            TrainingError, PeerError: a rank cannot write, and every rank raises.
+        """
+        rank, step = dist.get_rank(), content["step"]
+        own = {**mine["parts"]["model"], **{k: piece for k, (piece, _) in mine["pieces"].items()}}
+        with agreed(self._group):
+            _refuse_non_finite_weights(own, step, folder)
+            name = write(folder, step, mine, rank).name
+        names = gather(name, self._group)
+        if rank == 0:
+            if unseen := [name for name in names if not (folder / name).is_file()]:
+                raise TrainingError(
+                    f"rank 0 does not see {unseen[0]} in {folder}, where another rank wrote it: "
+                    "--output-dir must be on a file system that all hosts share"
+                )
+            _write(folder, step, content | {"shards": names}, keep)
 
 
 def _write(folder: Path, step: int, content: dict[str, Any], keep: int) -> None:
-    """In the thread: check the weights, write the snapshot, and remove old ones."""
-    shards = [entry["parts"] for entry in content["ranks"] if "parts" in entry] or [content]
-    for name, value in (item for shard in shards for item in shard["model"].items()):
+    """In the thread of rank 0: check the weights, write the snapshot, and remove old ones."""
+    _refuse_non_finite_weights(content.get("model", {}), step, folder)
+    write(folder, step, content)
+    keep_newest(folder, keep)
+
+
+def _refuse_non_finite_weights(weights: dict[str, Any], step: int, folder: Path) -> None:
+    for name, value in weights.items():
         # The sum is cheap. It is not finite if a term is not, but also if it overflows.
-        if not value.sum().isfinite() and not value.isfinite().all():
+        if value is not None and not value.sum().isfinite() and not value.isfinite().all():
             raise TrainingError(
                 f"{name} is not finite after step {step}, and is not saved: try a lower --lr or "
                 f"--warmup-epochs; last good snapshot: {newest_name(folder)}"
             )
-    write(folder, step, content)
-    for old in list_snapshots(folder)[keep:]:
-        old.unlink(missing_ok=True)
 
 
 def refuse_non_finite(losses: Tensor, step: int, folder: Path, what: str = "loss") -> None:

@@ -1,26 +1,24 @@
 """Snapshot files: written atomically, named by their checksum, always checked before use.
 
 A snapshot is one file, `step_00000120.<first 16 hex digits of its SHA-256>.pt`: the checksum is
-part of the name, so one rename publishes both.
+part of the name, so one rename publishes both. If the state is divided between ranks, this file is
+written last, and names the file of each rank, `step_00000120.rank_00003.<checksum>.shard`.
 """
 
 import hashlib
 import logging
-import os
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from common.errors import InputError, TrainingError
-from common.files import fix
-from common.group.collectives import agreed, broadcast
+from common.checked import checksum, load_data_only, save_checked
+from common.errors import InputError
+from common.group.collectives import agreed, broadcast, gather
 from common.run.options import Options, refuse_another_run, refuse_unlike_rank_0
 
-FORMAT = 3
+FORMAT = 4
 
 log = logging.getLogger("recipes")
 
@@ -29,38 +27,24 @@ class UnsoundError(InputError):
     """A snapshot whose bytes are not the ones that were written."""
 
 
-def write(folder: Path, step: int, content: dict[str, Any]) -> Path:
-    """Write `content` to a temporary file, flush it to the disk, then rename it.
-
-    Raises:
-        TrainingError: the file cannot be written; the files in the folder are unchanged.
-    """
-    temporary = folder / f"step_{step:08d}.{os.getpid()}.tmp"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        path = folder / f"step_{step:08d}.{_digest(temporary)}.pt"
-        temporary.rename(path)
-        directory = os.open(folder, os.O_RDONLY)
-        os.fsync(directory)
-        os.close(directory)
-    except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        cause = error if isinstance(error, OSError) else error.__context__ or error
-        raise TrainingError(
-            f"cannot write a snapshot into {folder} ({str(cause).splitlines()[0]}): {fix(cause)}, "
-            "then run the same command to resume from the last snapshot"
-        ) from error
-    return path
+def write(folder: Path, step: int, content: dict[str, Any], rank: int | None = None) -> Path:
+    """Write a snapshot, or the shard of a rank, by `save_checked`."""
+    if rank is None:
+        return save_checked(folder, f"step_{step:08d}", "pt", content)
+    return save_checked(folder, f"step_{step:08d}.rank_{rank:05d}", "shard", content)
 
 
 def list_snapshots(folder: Path) -> list[Path]:
     """Snapshot files, the newest first, unchecked."""
     return sorted(folder.glob("step_????????.????????????????.pt"), reverse=True)
+
+
+def keep_newest(folder: Path, count: int) -> None:
+    """Remove the other snapshots, each before its shards."""
+    for old in list_snapshots(folder)[count:]:
+        old.unlink(missing_ok=True)
+        for shard in folder.glob(f"{old.name[:13]}.*.shard"):
+            shard.unlink(missing_ok=True)
 
 
 def newest_name(folder: Path) -> str:
@@ -69,7 +53,7 @@ def newest_name(folder: Path) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Load one snapshot onto the CPU after comparing its checksum.
+    """Load one snapshot onto the CPU after comparing its checksum; shards are not read.
 
     Raises:
         InputError: the file is missing, torn, altered, no snapshot or of another format.
@@ -79,15 +63,9 @@ def read(path: Path) -> dict[str, Any]:
     expected = re.search(r"\.([0-9a-f]{16})\.pt$", path.name)
     if not expected:
         raise InputError(f"{path} is not named like a snapshot (step_NNNNNNNN.CHECKSUM.pt)")
-    if _digest(path) != expected[1]:
+    if checksum(path) != expected[1]:
         raise UnsoundError(f"snapshot {path} is torn or altered: its checksum is not {expected[1]}")
-    try:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises whatever the unpickler raises
-        raise InputError(
-            f"snapshot {path} holds more than tensors and numbers, and is not loaded: "
-            "it could run code"
-        ) from error
+    content = load_data_only(path)
     format_ = content.get("format") if isinstance(content, dict) else None
     if format_ != FORMAT:
         raise InputError(
@@ -97,7 +75,8 @@ def read(path: Path) -> dict[str, Any]:
     kinds = {"identity": dict, "step": int, "metrics_bytes": int}
     if wrong := [name for name, kind in kinds.items() if not isinstance(content.get(name), kind)]:
         raise InputError(unlike(path, f"no {', '.join(wrong)}"))
-    return {**content, "file": str(path)}
+    shards = [str(path.parent / name) for name in content.get("shards", ())]
+    return {**content, "file": str(path), "shards": shards}
 
 
 def unlike(path: Path | str, what: str) -> str:
@@ -121,12 +100,36 @@ def find(resume: str | Path, folder: Path, identity: Options) -> dict[str, Any] 
             another run; or "never" with a folder that holds snapshots.
     """
     refuse_unlike_rank_0(identity, "this rank trains on other data than rank 0")
-    found = None
-    with agreed():
-        if dist.get_rank() == 0 and (found := _find(resume, folder)):
-            refuse_another_run(found["identity"], identity, f"snapshot {found['file']}")
-            log.info(f"resuming after step {found['step']}")
-    return broadcast(found)
+    while True:
+        found = None
+        with agreed():
+            if dist.get_rank() == 0 and (found := _find(resume, folder)):
+                refuse_another_run(found["identity"], identity, f"snapshot {found['file']}")
+        found = broadcast(found)
+        if not found or not (fault := _first_fault(found["shards"])):
+            return found
+        with agreed():
+            _set_aside(Path(found["file"]), folder, fault)
+
+
+def _first_fault(shards: list[str]) -> str:
+    """What is wrong with a snapshot's shards, on every rank; each rank checks its share."""
+    fault = ""
+    for shard in map(Path, shards[dist.get_rank() :: dist.get_world_size()]):
+        if not shard.is_file():
+            fault = f"shard {shard} is missing"
+        elif checksum(shard) != shard.suffixes[-2][1:]:
+            fault = f"shard {shard} is torn or altered: its checksum is another"
+    return next(filter(None, gather(fault)), "") if shards else ""
+
+
+def _set_aside(path: Path, folder: Path, fault: str) -> None:
+    """Rename a snapshot of this run whose shards cannot be used; raise if it is of another."""
+    if path.parent != folder:
+        raise UnsoundError(f"{fault}: {path} cannot be used")
+    if dist.get_rank() == 0:
+        log.warning(f"{fault}; trying the snapshot before")
+        path.rename(path.with_suffix(".unsound"))
 
 
 def _find(resume: str | Path, folder: Path) -> dict[str, Any] | None:
@@ -147,8 +150,10 @@ def _find(resume: str | Path, folder: Path) -> dict[str, Any] | None:
                 "it, choose another --output-dir"
             )
         log.info(f"--resume {resume} is ignored: {folder} already holds snapshots")
-    for left in folder.glob("step_????????.*.tmp"):
-        left.unlink(missing_ok=True)
+    complete = {path.name[:13] for path in (*candidates, *folder.glob("*.unsound"))}
+    for left in (*folder.glob("step_????????.*.tmp"), *folder.glob("step_????????.*.shard")):
+        if left.suffix == ".tmp" or left.name[:13] not in complete:  # its writing was interrupted
+            left.unlink(missing_ok=True)
     unsound: list[Path] = []
     why = ""
     for path in candidates:
@@ -178,8 +183,3 @@ def _refuse_other_metrics(found: dict[str, Any], path: Path, metrics: Path) -> N
         expected and hashlib.sha256(counted).hexdigest() != expected
     ):
         raise UnsoundError(f"{metrics} was cut or altered after {path.name} was written")
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]

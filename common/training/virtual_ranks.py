@@ -57,7 +57,7 @@ def use_virtual_ranks(
         virtual_ranks: V, the number of shards.
         global_batch_size: samples over all ranks.
         timeout_s: how long a rank waits for another rank.
-        audit_every: steps between two steps that `common.training.replicas.audit` can look at, or 0.
+        audit_every: steps between two steps that `replicas.audit` can look at, or 0.
 
     Raises:
         InputError: world_size does not divide V, or V does not divide the batch.

@@ -149,7 +149,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
         # resume
         parts: dict[str, Stateful] = {"model": state, "optimizer": optimizer}
-        loop = Loop(run, parts, options, batches, data, sharded=True)
+        loop = Loop(run, parts, options, batches, data, mesh=mesh)
         if not loop.resume():
             return
         pipe.train()

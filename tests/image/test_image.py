@@ -141,6 +141,20 @@ def test_predict_says_in_the_image_what_it_says_here(
         assert one["probability"] == pytest.approx(two["probability"], abs=1e-6)
 
 
+def test_shards_are_written_and_text_is_sampled_in_the_image(
+    engine: Engine, image: str, runs: Path
+) -> None:
+    """Of the language reference inside the image's Python."""
+    options = ("--layers", "1", "--width", "16", "--context", "64", "--max-steps", "3")
+    docker = ("--user", f"{UID}:{UID}", "--shm-size=1g")
+    train = ("fsdp", "--nproc", "2", *options, "--output-dir", "runs/run")
+    done = run(engine, *train, docker=docker, folder=runs).assert_ok()
+    assert len(list((done.folder / "snapshots").glob("*.shard"))) == 2
+    sample = ("sample", "runs/run", "--prompt", "The with statement", "--length", "9")
+    said = run(engine, *sample, docker=docker, folder=runs).assert_ok().stdout
+    assert said.startswith("The with statement")
+
+
 def test_doctor_finds_no_error_but_what_is_missing(engine: Engine, image: str, runs: Path) -> None:
     """Docker's own 64 MB of /dev/shm, and no network: true warnings."""
     done = run(

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, Result, make_run, need, wait_for
+from tests.conftest import ROOT, Recipe, Result, make_run, need, wait_for
 from tests.slurm.cluster import Cluster
 from tests.test_data import flowers
 
@@ -348,6 +348,19 @@ def test_an_interrupted_job_ends_with_the_same_weights(
         assert 0 <= went.repeated_steps <= EVERY
     else:
         assert went.repeated_steps == 0
+
+
+def test_shards_of_two_nodes_go_on_after_a_power_cut(submit: Submitter, recipe: Recipe) -> None:
+    text = submit.folder / "book.txt"
+    text.write_text("".join(f"{n} times {n} is {n * n}, and that is true.\n" for n in range(300)))
+    data = ("--data", "text", "--data-path", str(text), "--context", "16")
+    options = (*data, "--layers", "1", "--width", "16", "--heads", "2", *OPTIONS)
+    reference = recipe("fsdp", *options, "--nproc", "4").assert_ok()
+    env = submit.patch(STEP_S="0.03")
+    job = submit("train", "fsdp", *options, env=env, sbatch=(*TWO_BY_TWO, "--nodelist=n[1-2]"))
+    went = interrupt(job, power_cut, reference)
+    assert went.restarts in TIMES, went.said
+    assert 0 <= went.repeated_steps <= EVERY
 
 
 @pytest.mark.parametrize("how", [signal_tasks, requeue])

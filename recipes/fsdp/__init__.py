@@ -1,0 +1,3 @@
+"""See train.py."""
+
+LAUNCHED = "ranks"  # see recipes/__main__.py
