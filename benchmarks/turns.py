@@ -34,10 +34,10 @@ from common.group.collectives import gather
 from common.group.process_group import process_group
 from common.launch.process import end_process, run_rank
 from common.launch.ranks import Ranks, resolve
+from common.replicas import unlike_replicas
 from common.seeds import mixed_precision, seed_everything
 from common.training.ddp import micro_batches, warm_up
 from common.training.models import ModelOptions, prepare_model
-from common.training.replicas import unlike_replicas
 from tools.fresh import fresh_environment
 
 Hook = Callable[[dist.ProcessGroup | None, dist.GradBucket], torch.futures.Future[Tensor]]

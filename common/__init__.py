@@ -3,9 +3,12 @@
 One room per question; imports point down this list only (tests/test_house.py):
 
     cli                 from a command line to a running recipe
-    run/                the loop between two steps; a run's folder, snapshots, resume
-    data/  training/    samples and batches; model, optimizer, gradients, replicas, evaluation
+    run/                the loop between two steps; a run's folder
+    snapshots/          the training state on the disk, whole or in shards; resume
+    data/  training/    samples and batches; model, optimizer, gradients, evaluation
+    replicas            do all ranks hold and compute the same bits?
     throughput          speed of training and of loading; memory
+    identity            options that decide a run's numbers
     manifest            what it takes to say that two runs were the same
     group/              devices, the rendezvous of the ranks, what they tell each other
     terminal            what rank 0 shows: lines and progress bars
@@ -15,8 +18,6 @@ One room per question; imports point down this list only (tests/test_house.py):
     hints               advice for the errors of PyTorch, NCCL and CUDA
     machine, git, stack what is recorded of this machine and the code; versions of CUDA and NCCL
     driver              how many GPUs there are, and why the driver cannot use them
-    shards              tensors that are divided between ranks
-    checked             files whose names hold their checksum
     files, options      files and folders; options that change no number
     downloads           public data and weights that --download gets
     figure, seeds       figures; randomness, determinism and precision

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from common.files import weights_sha256
 from common.launch.ranks import Ranks
 from common.run.options import RunOptions
-from common.run.snapshot_files import list_snapshots, read
+from common.snapshots.files import list_snapshots, read
 from recipes.model_parallel_toy import train as parallel
 from recipes.model_parallel_toy.split import ParallelOptions
 from tests.conftest import Recipe, Result

@@ -22,13 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import cross_entropy
 
-from common.checked import load_data_only
 from common.errors import InputError, PeerError, TrainingError
 from common.files import weights_sha256
 from common.launch.ranks import Ranks
-from common.run import snapshot_files
-from common.run.snapshot import TrainingState
-from common.shards import copy_common, take_apart
+from common.snapshots import files as snapshot_files
+from common.snapshots.checked import load_data_only
+from common.snapshots.shards import copy_common, take_apart
+from common.snapshots.state import TrainingState
 from recipes.fsdp import memory, parallel, text
 from recipes.fsdp.model import Transformer, TransformerOptions
 from recipes.fsdp.train import Config, train

@@ -27,10 +27,11 @@ from common.files import weights_sha256
 from common.group.collectives import agreed
 from common.group.process_group import _refuse_unlike_devices
 from common.group.stop import StopAgreement
+from common.identity import decisive
 from common.launch.ranks import Ranks
-from common.run.options import RunOptions, decisive, flatten
-from common.run.snapshot_files import read
+from common.run.options import RunOptions, flatten
 from common.seeds import rng_state, seed_everything, set_rng_state
+from common.snapshots.files import read
 from common.training.ddp import ParallelOptions, average_in_bf16, micro_batches, warm_up
 from common.training.evaluate import Evaluation, evaluate
 from common.training.models import ModelOptions, build_model

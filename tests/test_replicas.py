@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from common.errors import TrainingError
 from common.launch.ranks import Ranks
+from common.replicas import fingerprint
 from common.run.loop import Loop
-from common.run.snapshot_files import list_snapshots, read
+from common.snapshots.files import list_snapshots, read
 from common.training import virtual_ranks
-from common.training.replicas import fingerprint
 from tests.conftest import ROOT, Recipe, Result
 from tests.faults.flips import flip, plant
 from tests.pool import Pool

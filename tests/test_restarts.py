@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import restart, start
+from common import restart
 from common.errors import StopRequested
 from common.group.stop import StopAgreement
+from common.launch import start
 from common.launch.ranks import Ranks
 from common.launch.start import LaunchOptions
 from common.training.evaluate import evaluate

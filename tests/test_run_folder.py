@@ -21,7 +21,7 @@ from common.errors import InputError, TrainingError
 from common.files import lock, read_metrics
 from common.launch.ranks import Ranks
 from common.run.folder import Run
-from common.run.snapshot_files import list_snapshots, write
+from common.snapshots.files import list_snapshots, write
 from tests.conftest import ROOT, Recipe, Result, wait_for
 from tests.pool import Pool, call_main
 from tests.test_data import flowers

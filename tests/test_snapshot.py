@@ -14,8 +14,9 @@ from torch import nn
 
 from common.errors import InputError, PeerError, TrainingError
 from common.launch.ranks import Ranks
-from common.run import snapshot, snapshot_files
-from common.run.snapshot import TrainingState
+from common.snapshots import files as snapshot_files
+from common.snapshots import state as snapshot
+from common.snapshots.state import TrainingState
 from tests.conftest import small_disk, wait_for
 from tests.pool import Pool, in_group
 

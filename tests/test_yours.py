@@ -29,8 +29,9 @@ from common.data.loaders import make_loaders
 from common.data.stream import Samples, make_loader
 from common.errors import InputError
 from common.git import without_secrets
+from common.identity import decisive
 from common.launch.ranks import Ranks
-from common.run.options import RunOptions, decisive, flatten
+from common.run.options import RunOptions, flatten
 from common.seeds import rng_state
 from common.training.ddp import warm_up
 from common.training.evaluate import evaluate

@@ -30,10 +30,10 @@ from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
 from common.figure import save_figure
 from common.files import read_metrics, result_folder, write_json
 from common.git import git
+from common.identity import decisive, differences
 from common.launch.process import end_with_parent
 from common.launch.start import LaunchOptions
 from common.machine import describe_machine
-from common.run.options import decisive, differences
 from tools.command import Parser, attempt
 from tools.fresh import fresh_environment
 

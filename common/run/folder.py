@@ -30,18 +30,12 @@ from common.files import (
 )
 from common.git import changes
 from common.group.collectives import agreed, broadcast
+from common.identity import decisive, refuse_another_run, refuse_unlike_rank_0
 from common.launch.ranks import Ranks
 from common.launch.report import leave
 from common.manifest import continued, describe_run
-from common.run.options import (
-    MAY_DIFFER_BY_HOST,
-    RunOptions,
-    decisive,
-    flatten,
-    refuse_another_run,
-    refuse_unlike_rank_0,
-)
-from common.run.snapshot import TrainingState
+from common.run.options import MAY_DIFFER_BY_HOST, RunOptions, flatten
+from common.snapshots.state import TrainingState
 from common.terminal import show_table
 from common.watch.record import Watch
 

@@ -21,15 +21,16 @@ from common.files import save_weights, weights_sha256
 from common.group.collectives import gather_numbers
 from common.group.stop import StopAgreement
 from common.launch.report import say
-from common.run import snapshot, snapshot_files
+from common.replicas import unlike_replicas
 from common.run.folder import Run
-from common.run.snapshot import Stateful, TrainingState
 from common.seeds import seed_everything
+from common.snapshots import files as snapshot_files
+from common.snapshots import state as snapshot
+from common.snapshots.state import Stateful, TrainingState
 from common.terminal import log, progress_bar
 from common.throughput import Throughput, peak_memory_bytes
 from common.training.evaluate import Evaluation, best_metric
 from common.training.optimizer import ScheduleOptions
-from common.training.replicas import unlike_replicas
 from common.watch.stragglers import ComputeTime
 
 

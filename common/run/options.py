@@ -1,16 +1,12 @@
-"""The options of a run, and which options decide its numbers."""
+"""The options of a run."""
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
-from common.errors import InputError
-from common.group.collectives import agreed, broadcast
+from common.identity import Options
 from common.options import free
-
-Options = dict[str, Any]
-"""Values by name, as in config.json."""
 
 MAY_DIFFER_BY_HOST = {"output_dir", "data_path", "weights", "resume"}
 
@@ -80,40 +76,3 @@ def flatten(config: Any) -> Options:
     flat = {name: value for group in asdict(config).values() for name, value in group.items()}
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in flat.items()}
     return {k: str(v) if isinstance(v, Path) else v for k, v in plain.items()}
-
-
-def decisive(options: Options, config: Any) -> Options:
-    """The recipe's name and those of its `options` that decide the numbers.
-
-    Args:
-        options: of the recipe.
-        config: the recipe's config, or its class, whose fields say which options are free.
-    """
-    kinds = get_type_hints(config if isinstance(config, type) else type(config)).values()
-    names = [o.name for kind in kinds for o in fields(kind) if "free" not in o.metadata]
-    return {name: options.get(name) for name in ("recipe", *names)}
-
-
-def differences(theirs: Options, ours: Options) -> dict[str, tuple[Any, Any]]:
-    """Each name whose values differ, with both values; None stands for a missing one."""
-    pairs = {name: (theirs.get(name), ours.get(name)) for name in {**theirs, **ours}}
-    return {name: (there, here) for name, (there, here) in pairs.items() if there != here}
-
-
-def refuse_another_run(theirs: Options, ours: Options, what: str, more: str = "") -> None:
-    """Raise InputError if `what`, which has the options `theirs`, is not of this run."""
-    if found := _in_words(theirs, ours):
-        raise InputError(f"{what} is of another run ({found}): choose another --output-dir{more}")
-
-
-def refuse_unlike_rank_0(ours: Options, what: str) -> None:
-    """Raise InputError on every rank if any rank has other options than rank 0. A collective."""
-    rank_0 = broadcast(ours)
-    with agreed():
-        if found := _in_words(rank_0, ours):
-            raise InputError(f"{what}: {found}")
-
-
-def _in_words(theirs: Options, ours: Options) -> str:
-    found = differences(theirs, ours).items()
-    return "; ".join(f"{name} {there!r} there, {here!r} here" for name, (there, here) in found)

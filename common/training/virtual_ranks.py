@@ -33,9 +33,9 @@ from torch.utils._pytree import tree_map_only
 
 from common.errors import InputError, multiples_near
 from common.group.process_group import gloo_does_not_disturb, keep_until_exit
+from common.replicas import fingerprint
 from common.seeds import rng_state, seed_torch, set_rng_state
 from common.training.ddp import chunks
-from common.training.replicas import fingerprint
 
 log = logging.getLogger("recipes")
 

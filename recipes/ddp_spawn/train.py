@@ -36,12 +36,13 @@ from common.launch.port import listen
 from common.launch.process import end_process, run_rank
 from common.launch.ranks import Ranks
 from common.launch.start import Child, make_error_file, supervise
+from common.replicas import audit
 from common.run.announce import announce
 from common.run.folder import Run
 from common.run.loop import Loop
 from common.run.options import RunOptions
-from common.run.snapshot import Stateful
 from common.seeds import mixed_precision, seed_everything, set_determinism
+from common.snapshots.state import Stateful
 from common.terminal import set_up_logs
 from common.training.ddp import (
     ParallelOptions,
@@ -53,7 +54,6 @@ from common.training.ddp import (
 from common.training.evaluate import evaluate
 from common.training.models import ModelOptions, prepare_model, set_train_mode
 from common.training.optimizer import OptimizerOptions, make_optimizer, set_lr
-from common.training.replicas import audit
 from common.training.virtual_ranks import seed_shards, use_virtual_ranks
 
 NAME = "ddp_spawn"

@@ -44,8 +44,8 @@ from common.run.announce import announce
 from common.run.folder import Run
 from common.run.loop import Loop
 from common.run.options import RunOptions
-from common.run.snapshot import Stateful
 from common.seeds import mixed_precision, seed_everything, set_determinism
+from common.snapshots.state import Stateful
 from common.terminal import log, set_up_logs
 from common.training.evaluate import evaluate
 from common.training.optimizer import ScheduleOptions

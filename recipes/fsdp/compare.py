@@ -28,7 +28,7 @@ from common.group.collectives import gather_to_rank_0
 from common.group.devices import choose_device, synchronize
 from common.group.process_group import process_group
 from common.launch.ranks import Ranks, resolve
-from common.shards import local_part
+from common.snapshots.shards import local_part
 from recipes.fsdp.memory import KINDS, count, held, saved
 from recipes.fsdp.model import Transformer
 from recipes.fsdp.parallel import ParallelOptions, make_adamw, make_mesh, parallelise

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode  # on `meta`, attention keeps other
 from torch.nn.functional import cross_entropy
 
 from common.files import mebibytes
-from common.shards import local_part
+from common.snapshots.shards import local_part
 from recipes.fsdp.model import Transformer, TransformerOptions
 from recipes.fsdp.parallel import TENSOR_PARALLEL, ParallelOptions
 from recipes.fsdp.text import VOCABULARY

@@ -27,7 +27,7 @@ from common.errors import InputError
 from common.group.process_group import gloo_does_not_disturb
 from common.options import free
 from common.seeds import mix
-from common.shards import holds_first, local_part
+from common.snapshots.shards import holds_first, local_part
 from recipes.fsdp.model import Transformer
 
 TENSOR_PARALLEL = {

@@ -20,7 +20,7 @@ import torch
 from tensorboard.backend.event_processing import event_accumulator
 
 from common import ROOT
-from common.run import snapshot_files
+from common.snapshots import files as snapshot_files
 from tests.conftest import Recipe, Result, need, small_disk, wait_for
 from tests.faults import matrix
 from tests.test_data import flowers

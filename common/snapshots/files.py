@@ -13,10 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from common.checked import checksum, load_data_only, save_checked
 from common.errors import InputError
 from common.group.collectives import agreed, broadcast, gather
-from common.run.options import Options, refuse_another_run, refuse_unlike_rank_0
+from common.identity import Options, refuse_another_run, refuse_unlike_rank_0
+from common.snapshots.checked import checksum, load_data_only, save_checked
 
 FORMAT = 4
 

@@ -19,8 +19,8 @@ from torch.utils._pytree import (
     tree_map_with_path,
 )
 
-from common.checked import load_data_only
 from common.errors import InputError
+from common.snapshots.checked import load_data_only
 
 Part = tuple[Tensor, list[int]]
 """A part of a tensor, and where it begins in each dimension."""
