@@ -21,12 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from common import cli
-from common.errors import InputError
+from common.errors import STATUS_FINISHED, InputError
 from common.figure import save_figure
 from common.files import mebibytes, write_json
 from common.group.collectives import gather_to_rank_0
 from common.group.devices import choose_device, synchronize
 from common.group.process_group import process_group
+from common.launch.process import end_process
 from common.launch.ranks import Ranks, resolve
 from common.snapshots.shards import local_part
 from recipes.fsdp.memory import KINDS, count, held, saved
@@ -260,3 +261,4 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 if __name__ == "__main__":
     main()
+    end_process(STATUS_FINISHED)
