@@ -27,8 +27,10 @@ int cuDeviceGetCount(int *count) { *count = 1; return 0; }
 """
 
 # With the variables of a launcher around the tests, every recipe would think that it is a rank.
-_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "OMPI_", "PMI", "RECIPES_")
-_FOREIGN += ("ARGS", "MAKE", "MFLAGS")  # a test's own `make` would take those of `make test`
+_FOREIGN = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "OMPI_", "PMI", "RECIPES_"),
+    *("ARGS", "MAKE", "MFLAGS"),  # a test's own `make` would take those of `make test`
+)
 
 
 def clean_env() -> dict[str, str]:
