@@ -20,11 +20,14 @@ from tests.pool import Pool
 ROOT = Path(__file__).resolve().parents[1]
 
 OTHER_NCCL = "int ncclGetVersion(int *version) { *version = 21803; return 0; }"
-OLD_DRIVER = """
-int cuDriverGetVersion(int *version) { *version = 12040; return 0; }
-int cuInit(unsigned flags) { return 0; }
-int cuDeviceGetCount(int *count) { *count = 1; return 0; }
+DRIVER = """
+int cuDriverGetVersion(int *version) {{ *version = {version}; return 0; }}
+int cuInit(unsigned flags) {{ return {status}; }}
+int cuGetErrorString(int status, const char **text) {{ *text = "{words}"; return 0; }}
+int cuDeviceGetCount(int *count) {{ *count = 1; return 0; }}
 """
+"""A stand-in of NVIDIA's driver with one GPU; `status` and `words` are of its start."""
+OLD_DRIVER = DRIVER.format(version=12040, status=0, words="no error")
 
 # With the variables of a launcher around the tests, every recipe would think that it is a rank.
 _FOREIGN = (

@@ -13,7 +13,7 @@ from common.errors import InputError
 from common.group.devices import check_driver, choose_device, gpu_count
 from common.launch.ranks import Ranks
 from common.launch.start import LaunchOptions
-from tests.conftest import Recipe, library, need, need_root
+from tests.conftest import DRIVER, Recipe, library, need, need_root
 
 # As the CUDA runtime 13.2 says it.
 WORDS = {
@@ -25,13 +25,6 @@ WORDS = {
     999: "unknown error",
 }
 
-STAND_IN = """
-int cuDriverGetVersion(int *version) {{ *version = 13020; return 0; }}
-int cuInit(unsigned flags) {{ return {status}; }}
-int cuGetErrorString(int status, const char **text) {{ *text = "{words}"; return 0; }}
-int cuDeviceGetCount(int *count) {{ *count = 1; return 0; }}
-"""
-
 
 def stand_in(folder: Path, status: int, name: str = "") -> Path:
     """A driver whose start returns `status`, and which has one GPU.
@@ -39,7 +32,7 @@ def stand_in(folder: Path, status: int, name: str = "") -> Path:
     Not by its real name, by which the loader would find it in all later tests of this process.
     """
     name = name or f"libcuda_{status}.so"
-    code = STAND_IN.format(status=status, words=WORDS.get(status, "no error"))
+    code = DRIVER.format(version=13020, status=status, words=WORDS.get(status, "no error"))
     return library(folder, name, code) / name
 
 

@@ -142,6 +142,8 @@ def default_run(name: str) -> dict[str, Any]:
         for part in ("summary", "manifest"):
             path = Path(folder) / f"{part}.json"
             content[part] = json.loads(path.read_text()) if path.exists() else None
+        if content["manifest"]:
+            content["manifest"].pop("start", None)  # where and when, which no other machine has
         lines = printed.replace(folder, f"runs/{name}/UTC-TIME").splitlines()
     return {**content, "printed": [line.rstrip() for line in lines]}
 
