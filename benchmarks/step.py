@@ -21,7 +21,6 @@ WAYS = {
     "`--channels-last`": Way(model={"channels_last": True}),
     "`--precision bf16`": Way(precision="bf16"),
     "`--compile`": Way(model={"compile": True}),
-    "`--check-replicas 100`": Way(check_replicas=100),
 }
 CONVNET, RESNET = "convnet, 8 px, 48 images a rank", "ResNet-18, 64 px, 8 images a rank"
 CASES = {

@@ -34,7 +34,6 @@ from common.group.collectives import gather
 from common.group.process_group import process_group
 from common.launch.process import end_process, run_rank
 from common.launch.ranks import Ranks, resolve
-from common.replicas import unlike_replicas
 from common.seeds import mixed_precision, seed_everything
 from common.training.ddp import micro_batches, warm_up
 from common.training.models import ModelOptions, prepare_model
@@ -58,8 +57,6 @@ class Way:
     model: Mapping[str, Any] = field(default_factory=dict)
     """Options of the model that replace those of the case."""
     precision: str = "fp32"
-    check_replicas: int = 0
-    """Steps between two comparisons of the replicas, or 0."""
 
 
 @dataclass(frozen=True)
@@ -120,15 +117,7 @@ def take_turns(case: Case, rounds: int, ranks: Ranks) -> dict[str, list[float]]:
                     (loss / accumulate).backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-            end_s = time.perf_counter()
-            if not (every := case.ways[name].check_replicas):
-                return end_s - start_s
-            # A turn is short: it takes its share of the time of one comparison.
-            parts = {"model": ddp.module, "optimizer": optimizer}
-            if unlike_replicas(parts, 0, buffers=False):
-                raise TrainingError(f"{name}: the replicas differ")
-            check_s = time.perf_counter() - end_s
-            return end_s - start_s + check_s * case.steps / every
+            return time.perf_counter() - start_s
 
         for number in range(rounds + 1):  # round 0 fills caches and is not counted
             total_s = dict.fromkeys(names, 0.0)
