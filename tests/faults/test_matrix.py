@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing import event_accumulator
 
 from common import ROOT
 from common.snapshots import files as snapshot_files
-from tests.conftest import Recipe, Result, need, small_disk, wait_for
+from tests.conftest import Recipe, Result, need, need_root, small_disk, wait_for
 from tests.faults import matrix
 from tests.test_data import flowers
 from tests.test_two_hosts import launched, two_hosts
@@ -175,6 +175,13 @@ class Scene:
                     found.append(int(path.parent.name))
             except OSError:
                 continue
+        return found
+
+    def rank(self, number: int) -> int:
+        """The id of this rank's process."""
+        word = f"RANK={number}".encode()
+        environs = {p: Path(f"/proc/{p}/environ").read_bytes() for p in self.processes()}
+        (found,) = (p for p, environ in environs.items() if word in environ.split(b"\0"))
         return found
 
     def wait_until_gone(self, since_s: float, limit_s: float) -> float:
@@ -331,23 +338,51 @@ def test_a_rank_is_killed_and_restarted(
     )
 
 
-def test_a_slow_rank(scene: Scene, rows: list[dict[str, Any]]) -> None:
-    """Each step of 0.2 s takes it 0.06 s longer."""
-    options = ("--epochs", "8", "--max-steps", "102", "--log-every", "10")
-    env = {**scene.env, "STEP_S": "0.2", "SLOW_RANK": "1", "SLOW_S": "0.06"}
-    command = scene.recipe.command("ddp_launch", *nproc("ddp_launch"), *options)
-    start_s = time.monotonic()
-    process = scene.recipe.start(*command, env=env)
+@pytest.fixture
+def half_a_core() -> Iterator[Callable[[int], object]]:
+    """Lets a process compute for 1 ms in 2 ms at most."""
+    need_root()
+    old = Path("/sys/fs/cgroup/cpu")  # cgroup v1
+    group = (old if old.is_dir() else old.parent) / f"slow_{os.getpid()}"
+    group.mkdir()
+    if old.is_dir():
+        (group / "cpu.cfs_period_us").write_text("2000")
+        (group / "cpu.cfs_quota_us").write_text("1000")
+    else:
+        (group / "cpu.max").write_text("1000 2000")
+    yield lambda process: (group / "cgroup.procs").write_text(str(process))
+    wait_for(lambda: not (group / "cgroup.procs").read_text())
+    group.rmdir()
+
+
+@pytest.mark.parametrize("slowed", ["by a sleep in each step", "by a cgroup's limit (cpu.max)"])
+def test_a_slow_rank(
+    scene: Scene,
+    rows: list[dict[str, Any]],
+    half_a_core: Callable[[int], object],
+    slowed: str,
+) -> None:
+    """Each step of 0.2 s takes it 0.06 s longer; or it has half a core from its tenth step on."""
+    sleeps, options = "sleep" in slowed, ("--epochs", "30", "--log-every", "10")
+    most = ("--max-steps", "102") if sleeps else ("--snapshot-every", "10")
+    env = {"STEP_S": "0.2", "SLOW_RANK": "1", "SLOW_S": "0.06"} if sleeps else {}
+    command = scene.recipe.command("ddp_launch", *nproc("ddp_launch"), *options, *most)
+    process = scene.recipe.start(*command, env={**scene.env, **env})
+    start_s, before = time.monotonic(), 0
+    if not sleeps:
+        newest = wait_for(lambda: sorted(scene.folder.glob("snapshots/step_*.pt")))[-1]
+        start_s, before = time.monotonic(), int(newest.name[5:13])
+        half_a_core(scene.rank(1))
     result = scene.recipe.finish(process, scene.folder, 250).assert_ok()
     elapsed_s = time.monotonic() - start_s
     (said,) = [line for line in result.stdout.splitlines() if "computes" in line]
     assert re.match(rf"warning: rank 1 on {HERE} \(cpu\) computes \d+% longer per step", said)
     curves = event_accumulator.EventAccumulator(str(scene.folder / "tensorboard"))
     found = curves.Reload().Scalars("slow_rank_excess")
-    assert found[0].step <= 100
+    assert found[0].step <= before + (100 if sleeps else 120), "the limit came after that snapshot"
     rows.append(
         {
-            "fault": f"a rank is slow (found after step {found[0].step})",
+            "fault": f"a rank is slowed {slowed}, found {found[0].step - before} steps later",
             "recipe": "ddp_launch",
             "seconds": elapsed_s,
             "status": 0,
