@@ -99,6 +99,7 @@ NUMBERS = [
 """Every numeric option of every recipe."""
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     number=strategies.sampled_from(NUMBERS),
@@ -254,6 +255,7 @@ def test_a_model_that_nothing_here_can_compile(recipe: Recipe) -> None:
     assert "--compile needs a C++ compiler" in result.errors[0]
 
 
+@pytest.mark.slow
 def test_a_folder_of_photos_trains_and_writes_its_classes(recipe: Recipe, tmp_path: Path) -> None:
     """Names with spaces and beyond ASCII; a ResNet with weights, its last layer trained alone."""
     root = flowers(tmp_path / "my photos", per_class=15, names=("gänse blümchen", "薔薇"))
@@ -357,6 +359,7 @@ def test_check_says_what_the_run_would(recipe: Recipe, command: str, status: int
     assert (result.status, len(result.errors)) == (status, status // 2)
 
 
+@pytest.mark.slow
 def test_unknown_recipes_and_nproc_where_there_are_ranks(recipe: Recipe) -> None:
     result = recipe.module("ddp_lunch")
     assert (result.status, result.errors) == (

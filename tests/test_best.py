@@ -124,6 +124,7 @@ def test_clipped_adamw_is_in_the_snapshots(pool: Pool, tmp_path: Path) -> None:
     assert "--lr 0.1 is high for adamw" in high.stdout
 
 
+@pytest.mark.slow
 def test_clipped_gradients_are_the_same_on_one_and_three_ranks(pool: Pool, tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "run": {"precision": "fp64", "log_every": 1},

@@ -194,7 +194,8 @@ def test_under_torchs_launchers(recipe: Recipe, reference: Result, launcher: str
     assert result.stdout.count("world_size 2") == 1, "only rank 0 talks"
 
 
-@pytest.mark.parametrize("name", ["ddp_launch", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp_launch", "ddp_spawn"])
 def test_under_mpirun(recipe: Recipe, reference: Result, name: str) -> None:
     need("mpirun")
     process = recipe.start(
@@ -228,6 +229,7 @@ BEFORE_THEY_MEET = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what",
     [
@@ -354,7 +356,8 @@ def test_a_signal_to_the_whole_session_spares_the_loading_processes(
     assert_same(recipe.finish(recipe.start(*command), recipe.tmp_path / "run"), reference)
 
 
-@pytest.mark.parametrize("name", ["ddp_launch", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp_launch", "ddp_spawn"])
 def test_killed_ranks_are_restarted_in_the_same_folder(
     recipe: Recipe, reference: Result, name: str
 ) -> None:
@@ -396,6 +399,7 @@ def test_restarted_on_as_many_processes_as_there_are_devices(recipe: Recipe) -> 
     assert processes == list("424214")
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_ends_an_evaluation(recipe: Recipe, reference: Result) -> None:
     seen, folder = recipe.tmp_path / "seen", recipe.tmp_path / "run"
     command = recipe.command("ddp_launch", *OPTIONS)
@@ -454,6 +458,7 @@ def test_torchrun_restarts_a_rank_that_dies_once(recipe: Recipe, reference: Resu
     assert result.summary["resumed_from"] >= 8
 
 
+@pytest.mark.slow
 def test_a_finished_run_started_again_stays_as_it_is(recipe: Recipe) -> None:
     first = recipe("ddp_launch", "--epochs", "1").assert_ok()
     metrics, summary = first.metrics, first.summary
@@ -465,6 +470,7 @@ def test_a_finished_run_started_again_stays_as_it_is(recipe: Recipe) -> None:
     assert (third.sha, third.metrics) == (summary["weights_sha256"], metrics)
 
 
+@pytest.mark.slow
 def test_nobody_else_may_write_into_a_run(recipe: Recipe) -> None:
     """Even where the user's umask lets everybody: weights and snapshots are loaded again."""
     command = shlex.join(recipe.command("ddp_spawn", "--nproc", "1", "--epochs", "1"))

@@ -81,6 +81,7 @@ exec "$@"
 """
 
 
+@pytest.mark.slow
 def test_a_machine_with_many_faults(recipe: Recipe) -> None:
     """Real faults in new namespaces: mounts, limits, host name, libraries."""
     need_root()
@@ -330,6 +331,7 @@ def test_ranks_that_contradict_each_other(recipe: Recipe) -> None:
     assert "  error    place: " in said
 
 
+@pytest.mark.slow
 def test_an_all_reduce_over_two(recipe: Recipe) -> None:
     done = recipe.module("doctor", "--nproc", "2", "--json", "--output-dir", recipe.tmp_path)
     done.assert_ok()
@@ -338,6 +340,7 @@ def test_an_all_reduce_over_two(recipe: Recipe) -> None:
     assert "MiB/s" in found["all-reduce"]["found"]
 
 
+@pytest.mark.slow
 def test_in_a_job_every_rank_takes_part(recipe: Recipe) -> None:
     """As srun starts it on two hosts: rank 0 prints everything, rank 1 its warnings and errors."""
     with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -513,7 +513,7 @@ def load_data_alone() -> Any:
     return in_group(Ranks(), lambda ranks: load_data(DataOptions(), 0, ranks))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_mixed_precision_trains_and_resumes_exactly(
     pool: Pool, tmp_path: Path, precision: str
 ) -> None:

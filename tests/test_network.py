@@ -5,6 +5,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from common.launch.ranks import Ranks
@@ -43,6 +44,7 @@ def test_a_clock_ahead_is_found_within_its_bound(pool: Pool) -> None:
     assert all(clock == found[0][0] for clock, _, _ in found), "every rank knows what rank 0 found"
 
 
+@pytest.mark.slow
 def test_check_network_by_its_command_line(recipe: Recipe) -> None:
     result = recipe("check_network", "--largest", "1", "--rounds", "1").assert_ok()
     found = json.loads((result.folder / "network.json").read_text())

@@ -54,6 +54,7 @@ def test_a_rank_that_waits_says_so_and_can_be_stopped(recipe: Recipe, rank: int,
     assert time.monotonic() - started_s < 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_rank_that_waits_in_a_collective_can_be_stopped(
     recipe: Recipe, number: signal.Signals
@@ -70,6 +71,7 @@ def test_a_rank_that_waits_in_a_collective_can_be_stopped(
     second.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("others", "says"),
     [

@@ -74,9 +74,8 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "what", ["seed", *(pytest.param(w, marks=pytest.mark.slow) for w in CHANGES if w != "seed")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("what", CHANGES)
 def test_what_was_changed_is_named(recipe: Recipe, recorded: Path, what: str) -> None:
     change, cause = CHANGES[what]
     done = again(recipe, changed(recorded, recipe.tmp_path / "changed", change))

@@ -35,7 +35,7 @@ MODELS = {
 STEMS = {("small", 3): 32, ("large", 3): 64, ("small", 1): 28, ("large", 1): 64}
 """First layers of the ResNet and channels, to the side of the images [px]."""
 
-BY_DEFAULT = {"ddp_launch": ("small", 3), "ddp_spawn": ("large", 3), "dp_resnet50": ("small", 1)}
+BY_DEFAULT = {"ddp_launch": ("small", 3)}
 CASES = [
     pytest.param(name, *case, marks=() if BY_DEFAULT.get(name) == case else pytest.mark.slow)
     for name in MODELS
@@ -243,6 +243,7 @@ def test_a_truncated_photo_is_named_and_the_others_are_predicted(
     assert all(len(a["top"]) == 3 and a["probability"] <= 1 for a in answers)
 
 
+@pytest.mark.slow
 def test_make_predicts_and_evaluates(recipe: Recipe, digits_run: Path) -> None:
     need("make")
     image = recipe.tmp_path / "seven.png"

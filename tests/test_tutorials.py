@@ -247,6 +247,7 @@ def main_with_a_mirror(
         return call_main(ranks, "ddp_launch", arguments)
 
 
+@pytest.mark.slow
 def test_flower_photos_and_weights_are_downloaded_on_request_and_checked(
     tmp_path: Path, pool: Pool
 ) -> None:

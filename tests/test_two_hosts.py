@@ -100,6 +100,7 @@ def test_by_hand_and_by_torchrun(recipe: Recipe, hosts: list[list[str]]) -> None
     assert result.sha == alone.sha
 
 
+@pytest.mark.slow
 def test_loopback_as_the_master_address_is_named(recipe: Recipe, hosts: list[list[str]]) -> None:
     for result in on_both(recipe, hosts, address="127.0.0.1"):
         assert result.status == 2
@@ -108,6 +109,7 @@ def test_loopback_as_the_master_address_is_named(recipe: Recipe, hosts: list[lis
         assert result.elapsed_s < 40
 
 
+@pytest.mark.slow
 def test_hosts_started_differently_do_not_train(recipe: Recipe, hosts: list[list[str]]) -> None:
     for result in on_both(recipe, hosts, "--lr 0.1", "--lr 0.2"):
         assert result.status == 2

@@ -149,6 +149,7 @@ def test_images_on_one_process_and_on_two_resumed_give_one_hash_and_a_record(
     assert re.search(rf"\nlikely cause: {changed} \(\w+\.\.\., now \w+\.\.\.\)", done.stdout)
 
 
+@pytest.mark.slow
 def test_text_on_one_process_and_on_two_resumed_gives_one_hash(
     house: Path, pool: Pool, tmp_path: Path
 ) -> None:
