@@ -155,7 +155,8 @@ class Run:
         """Write config and manifest, and open the metrics, cut at the resumed step."""
         if self.ranks.world_size > 1:
             device, timeout_s = str(self.devices[0]), self.options.timeout_s
-            Watch(self.logs, self.ranks.rank, self.ranks.world_size, device, timeout_s, state)
+            place = self.logs, self.ranks.rank, self.ranks.world_size
+            Watch(*place, device, timeout_s, lambda: state.step)
             if self.ranks.local_rank == 0:
                 leave({"watched": str(self.logs.absolute())})
         manifest = describe_run(self.devices, self.options.seed, data.fingerprint)
