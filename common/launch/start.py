@@ -20,6 +20,7 @@ from common.errors import STATUS_STOPPED, STOP_SIGNALS, InputError
 from common.launch.port import listen
 from common.launch.process import command_line, python_path
 from common.launch.report import show_cause, show_whereabouts
+from common.options import refuse_below
 
 GRACE_S = 10.0
 """How long the other ranks may take to end by themselves after the first failure."""
@@ -67,16 +68,11 @@ class LaunchOptions:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be started."""
-        if self.nproc is not None and self.nproc < 1:
-            raise ValueError(f"--nproc must be at least 1, got {self.nproc}")
-        if self.compare_rounds < 1:
-            raise ValueError(f"--compare-rounds must be at least 1, got {self.compare_rounds}")
+        refuse_below(self, nproc=1, compare_rounds=1, restarts=0)
         if not 0 <= self.node_rank < self.nnodes:
             raise ValueError(f"--node-rank {self.node_rank} must lie in 0..{self.nnodes - 1}")
         if self.nnodes > 1 and not self.address:
             raise ValueError("several hosts need --master-addr, host 0's address")
-        if self.restarts < 0:
-            raise ValueError(f"--restarts must be at least 0, got {self.restarts}")
         if self.restarts and self.nnodes > 1:
             raise ValueError(
                 "--restarts is for one host: on several hosts start the ranks with torchrun "

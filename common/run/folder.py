@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common import restart
+from common import log, restart
 from common.data.datasets import Data
 from common.errors import InputError, TrainingError
 from common.files import (
@@ -38,8 +38,6 @@ from common.run.options import MAY_DIFFER_BY_HOST, RunOptions, flatten
 from common.snapshots.state import TrainingState
 from common.terminal import show_table
 from common.watch.record import Watch
-
-log = logging.getLogger("recipes")
 
 _FILES = {
     *("config.json", "manifest.json", "metrics.jsonl", "summary.json", "class_indices.json"),

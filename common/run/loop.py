@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from common import restart
+from common import log, restart
 from common.data.datasets import Data
 from common.data.stream import GlobalBatches
 from common.errors import StopRequested, TrainingError
@@ -27,7 +27,7 @@ from common.seeds import seed_everything
 from common.snapshots import files as snapshot_files
 from common.snapshots import state as snapshot
 from common.snapshots.state import Stateful, TrainingState
-from common.terminal import log, progress_bar
+from common.terminal import progress_bar
 from common.throughput import Throughput, peak_memory_bytes
 from common.training.evaluate import Evaluation, best_metric
 from common.training.optimizer import ScheduleOptions

@@ -17,7 +17,6 @@ Source: Li et al. 2022, "EasyScale" (arXiv 2208.14228), for schedulers; recursiv
 et al. 2005, "Optimization of Collective Communication Operations in MPICH", section 4.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -31,13 +30,12 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
+from common import log
 from common.errors import InputError, multiples_near
 from common.group.process_group import gloo_does_not_disturb, keep_until_exit
 from common.replicas import fingerprint
 from common.seeds import rng_state, seed_torch, set_rng_state
 from common.training.ddp import chunks
-
-log = logging.getLogger("recipes")
 
 
 def use_virtual_ranks(
