@@ -164,7 +164,7 @@ def test_a_stack_that_is_still_being_written_says_nothing(tmp_path: Path) -> Non
 
 def hang(ranks: Ranks, logs: Path, *, keep_gil: bool) -> str:
     """Rank 1 comes late to an all-reduce; what rank 0 finds out meanwhile."""
-    record.Watch(logs, ranks.rank, 2, "cpu", 1.0, lambda: 3)
+    record.Watch(logs, ranks.rank, {"world_size": 2}, 1.0, lambda: 3)
     place = "keeps the GIL" if keep_gil else "it is at tests/test_watch.py"
     found = ""
     released = os.open(logs / "released", os.O_RDWR)
@@ -211,7 +211,7 @@ def _hang(ranks: Ranks, logs: Path, keep_gil: bool) -> str:
 def ask(ranks: Ranks, logs: Path) -> dict[str, Any]:
     """SIGQUIT to a rank that makes steps."""
     steps = count()
-    record.Watch(logs, ranks.rank, 1, "cpu", 60.0, lambda: next(steps))
+    record.Watch(logs, ranks.rank, {"world_size": 1}, 60.0, lambda: next(steps))
     os.kill(os.getpid(), signal.SIGQUIT)
 
     wait_for(lambda: "stack" in verdict.read(logs, 0), 30)

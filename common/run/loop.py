@@ -67,7 +67,7 @@ class Loop:
         short = run.options.log_every > self.last_step  # ten points make a curve
         self.log_every = max(1, self.last_step // 10) if short else run.options.log_every
         self._identity = run.identity(batches.global_batch_size, data.fingerprint)
-        self._check_every, self._checked_step = check_replicas, -1
+        self._check_every = check_replicas
         if check_replicas and run.ranks.world_size == 1:
             log.warning("--check-replicas has nothing to compare: there is one rank")
 
@@ -184,10 +184,8 @@ class Loop:
         self.state.save(self.run.snapshots, self._identity, self.run.options.keep_snapshots)
 
     def _check_replicas(self) -> None:
-        state, buffers = self.state, bool(self._identity.get("virtual_ranks"))
-        if self._checked_step != state.step:
-            self._checked_step = state.step
-            self.refuse(unlike_replicas(state.parts, state.step, buffers=buffers))
+        buffers = bool(self._identity.get("virtual_ranks"))
+        self.refuse(unlike_replicas(self.state.parts, self.state.step, buffers=buffers))
 
     def refuse(self, difference: str) -> None:
         """Raise TrainingError if the ranks found a `difference`; every rank calls this."""

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from sysconfig import get_path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from torch._C import _distributed_c10d as c10d
 from common import ROOT
 from common.files import write_json
 from common.watch import verdict
+from common.watch.verdict import Record
 
 _OTHERS = (str(Path(torch.__file__).parent), get_path("stdlib"), "<")
 """Where code begins that is not shown as the place of a rank: torch and Python itself."""
@@ -45,24 +45,17 @@ class Watch:
     Args:
         folder: of the ranks' files; it exists.
         rank: of this process.
-        world_size: all ranks.
-        device: that this rank computes on, for messages.
+        about: this rank's `device` and the `world_size`.
         timeout_s: how long a rank waits for another one.
         steps: gives the number of steps done.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        world_size: int,
-        device: str,
-        timeout_s: float,
-        steps: Callable[[], int],
+        self, folder: Path, rank: int, about: Record, timeout_s: float, steps: Callable[[], int]
     ) -> None:
         stop()
         self._path, self._steps, self._step = verdict.path(folder, rank), steps, -1
-        self._about = {"host": socket.gethostname(), "device": device, "world_size": world_size}
+        self._about = {"host": socket.gethostname(), **about}
         self._period_s = min(timeout_s / 4, _MOST_S)
         self._stacks = self._path.with_suffix(".stack").open("a")
         self._stacks.truncate(0)
@@ -116,7 +109,7 @@ def stop(*, keep: bool = False) -> None:
         _current.pop().end(keep=keep)
 
 
-def _found(step: int) -> dict[str, Any]:
+def _found(step: int) -> Record:
     """Where this rank is after so many steps, and for what it waits."""
     stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
     return {
@@ -135,7 +128,7 @@ def _place(frames: Iterable[traceback.FrameSummary]) -> str:
     return ""
 
 
-def _collectives() -> list[dict[str, Any]]:
+def _collectives() -> list[Record]:
     """The collectives that this rank waits for."""
     names = ["_dump_fr_trace"] + ["_dump_nccl_trace"] * ("nccl" in dist.get_backend_config())
     dumps = [getattr(c10d, name)() for name in names if hasattr(c10d, name)]

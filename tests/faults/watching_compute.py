@@ -47,7 +47,7 @@ def measure(ranks: Ranks, folder: Path) -> dict[str, list[float]]:
         if watched:
             clock.follow(ddp, optimizer)
     progress = SimpleNamespace(step=0)
-    watch = Watch(folder, ranks.rank, 2, "cpu", 60.0, lambda: progress.step)
+    watch = Watch(folder, ranks.rank, {"world_size": 2}, 60.0, lambda: progress.step)
     found: dict[str, list[float]] = {"watched": [], "unwatched": [], "look": []}
     for block in range(BLOCKS):
         # The order within each pair of blocks alternates, so that neither always comes first.
