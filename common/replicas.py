@@ -8,12 +8,12 @@ Source: Dixit et al. 2021, "Silent Data Corruptions at Scale" (arXiv 2102.11245)
 
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from common.group.collectives import broadcast, gather
@@ -45,7 +45,11 @@ def unlike_replicas(parts: Mapping[str, Any], step: int, *, buffers: bool) -> st
     Returns:
         Which tensor differs and which rank is at fault; empty if nothing differs.
     """
-    held = dict(_held(parts["model"], parts["optimizer"], buffers=buffers))
+    model, states = parts["model"], parts["optimizer"].state
+    held: dict[str, Tensor] = dict(model.named_buffers() if buffers else ())
+    for name, parameter in model.named_parameters():
+        state = {f"{name} ({key})": value for key, value in states.get(parameter, {}).items()}
+        held |= {name: parameter, **{k: v for k, v in state.items() if isinstance(v, Tensor)}}
     votes = enumerate(_votes(map(fingerprint, held.values())))
     return _verdict(f"differs between ranks after step {step}", list(held), votes)
 
@@ -79,17 +83,6 @@ def audit(shards: Any, autocast: torch.autocast) -> str:
     names = [f"{name.removeprefix('_orig_mod.')}'s gradient" for name in shards.trained]
     what = f"differs when all ranks compute rank {owner}'s part of step {step} again"
     return _verdict(what, names, votes)
-
-
-def _held(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, buffers: bool
-) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_buffers() if buffers else ()
-    for name, parameter in model.named_parameters():
-        yield name, parameter
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                yield f"{name} ({key})", value
 
 
 def _votes(fingerprints: Iterable[Tensor]) -> list[tuple[int, ...]]:

@@ -89,7 +89,7 @@ class Loop:
         if found:
             state.resume(found, seed)
             log.info(f"resuming after step {state.step}")
-        self._begun, self._resumed_from = state.step, state.step if found else None
+        self._resumed_from = state.step if found else None
         run.begin(state, self.data, self.batches.global_batch_size)
         if state.best and run.ranks.is_main:  # the file may be of an epoch that is done again
             save_weights(state.best["weights"], run.folder / "best.pt")
@@ -141,7 +141,8 @@ class Loop:
         state.batch += 1
         state.step += 1
         self._speed.add(self.batches.global_batch_size)
-        if run.ranks.is_main and (cost := restart.record(run.folder, state.step, self._begun)):
+        begun = self._resumed_from or 0
+        if run.ranks.is_main and (cost := restart.record(run.folder, state.step, begun)):
             log.info(cost)
         epoch = f"epoch {state.epoch + 1}/{self.options.epochs}"
         self._progress.set_description_str(epoch, refresh=False)

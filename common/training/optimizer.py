@@ -43,8 +43,8 @@ class ScheduleOptions:
         """Refuse values and combinations that cannot work."""
         if self.global_batch_size is not None and self.batch_size_per_rank is not None:
             raise ValueError("give --global-batch-size or --batch-size-per-rank, not both")
-        at_least_1 = ("epochs", "max_steps", "global_batch_size", "batch_size_per_rank", "scale_lr")
-        refuse_below(self, **dict.fromkeys(at_least_1, 1), warmup_epochs=0)
+        refuse_below(self, epochs=1, max_steps=1, global_batch_size=1, batch_size_per_rank=1)
+        refuse_below(self, scale_lr=1, warmup_epochs=0)
         if not 0 < self.lr < math.inf:
             raise ValueError(f"--lr must be positive and finite, got {self.lr}")
         if not 0 <= self.lrf <= 1:

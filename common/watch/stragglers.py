@@ -120,11 +120,8 @@ class ComputeTime:
 
     def halves(self) -> Tensor:
         """The median time per step in each half of the window [s], or zeros before it is full."""
-        steps_s, half = list(self._steps_s), WINDOW // 2
-        if len(steps_s) < WINDOW:
-            return torch.zeros(2, dtype=torch.float64)
-        medians = [statistics.median(steps_s[:half]), statistics.median(steps_s[half:])]
-        return torch.tensor(medians, dtype=torch.float64)
+        steps_s = list(self._steps_s) if len(self._steps_s) == WINDOW else [0.0] * WINDOW
+        return torch.tensor(steps_s, dtype=torch.float64).view(2, -1).median(dim=1).values
 
     def compare(self, step: int, halves: Tensor, step_s: float) -> Slow | None:
         """The slow ranks, once per window, from all ranks' halves; None if there are none."""
