@@ -96,21 +96,16 @@ def _speaks(ranks: Ranks, elastic: str | None) -> bool:
 
 def _error_line(error: Exception, ranks: Ranks, verdict: str = "") -> str:
     """What happened, on which rank and host, and what to do, or the `verdict` on who caused it."""
-    message = " ".join(_own_message(error).split())
+    text = str(error)
+    if "in DataLoader worker process" in text:  # a DataLoader puts the traceback in front
+        text = text.strip().splitlines()[-1].split(": ", 1)[-1]
+    message = " ".join(text.split()) or type(error).__name__
     if not isinstance(error, InputError | TrainingError):
         advice = verdict or hints.hint(f"{type(error).__name__} {message}")
         message = f"{_shortened(message)}: {advice}" if advice else message
     if isinstance(error, InputError) and (error.agreed is not False or ranks.is_main):
         return f"error: {message}"  # the same on every rank
     return f"error: rank {ranks.rank} on {socket.gethostname()}: {message}"
-
-
-def _own_message(error: Exception) -> str:
-    """The message without the traceback that a DataLoader puts in front of it."""
-    text = str(error)
-    if "in DataLoader worker process" in text:
-        text = text.strip().splitlines()[-1].split(": ", 1)[-1]
-    return text or type(error).__name__
 
 
 def _shortened(message: str) -> str:

@@ -118,10 +118,7 @@ class Child:
 
     def doing(self) -> str:
         """What a rank that does not end is doing, as the kernel sees it."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return "gone"
+        stat = Path(f"/proc/{self.pid}/stat").read_text()  # there until `status` has reaped it
         return _STATES.get(stat.rsplit(")", 1)[1].split()[0], "waiting")
 
 
