@@ -26,7 +26,11 @@ One room per question; imports point down this list only (tests/test_house.py):
 How to add a recipe, a data set or a launcher: CONTRIBUTING.md.
 """
 
+import logging
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 """The repository, or the part of it that was copied into the image."""
+
+log = logging.getLogger("recipes")
+"""What rank 0 shows and every rank keeps in its log, once `common.terminal` has set it up."""

@@ -1,11 +1,10 @@
 """Figures. Without matplotlib there is a warning instead: no run fails because of a figure."""
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-log = logging.getLogger("recipes")
+from common import log
 
 
 def save_figure(path: Path, plot: Callable[..., None], panels: int = 1) -> None:

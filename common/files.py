@@ -4,7 +4,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import socket
 import tempfile
@@ -17,9 +16,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from common import log
 from common.errors import InputError
-
-log = logging.getLogger("recipes")
 
 _FILES = {
     errno.ENOSPC: "make room",

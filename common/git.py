@@ -32,9 +32,13 @@ _MOST_BYTES = 2**20
 
 def git(*command: str) -> str:
     """What git says about this repository; nothing if it is none."""
-    whole = ("git", "-C", str(ROOT), *command)
+    return output("git", "-C", str(ROOT), *command)
+
+
+def output(*command: str) -> str:
+    """What a program prints; nothing if it fails."""
     try:
-        said = subprocess.run(whole, capture_output=True, timeout=20, check=True).stdout
+        said = subprocess.run(command, capture_output=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
     return said.decode(errors="replace")

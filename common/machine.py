@@ -3,14 +3,13 @@
 import hashlib
 import os
 import platform
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from common.git import changed_files, git, image_commit
+from common.git import changed_files, git, image_commit, output
 from common.stack import running_versions
 
 
@@ -20,7 +19,6 @@ def describe_machine() -> dict[str, Any]:
     lock = Path(sys.prefix) / "lock.txt"  # the Makefile puts the lock of the environment there
     cuda = torch.cuda.is_available()
     smi = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    drivers = _output(*smi) if cuda else ""
     sha, dirty = (commit.strip(), bool(changed)) if commit else image_commit()
     return {
         "git_commit": sha,
@@ -32,19 +30,11 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         **running_versions(),
         "torch": torch.__version__,
-        "driver": drivers.partition("\n")[0] if drivers else None,
+        "driver": (output(*smi).partition("\n")[0] or None) if cuda else None,
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "cpu": _cpu_model(),
         "cpu_cores": len(os.sched_getaffinity(0)),
     }
-
-
-def _output(*command: str) -> str:
-    """What a program prints; nothing if it fails."""
-    try:
-        return subprocess.run(command, capture_output=True, timeout=20, check=True).stdout.decode()
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def _cpu_model() -> str:

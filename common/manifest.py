@@ -1,6 +1,5 @@
 """The manifest: what it takes to say that two runs were the same run."""
 
-import logging
 import os
 import socket
 from datetime import UTC, datetime
@@ -10,12 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from common import log
 from common.git import without_secrets
 from common.group.collectives import gather
 from common.launch.process import command_line
 from common.machine import describe_machine
-
-log = logging.getLogger("recipes")
 
 # Never the whole environment: it may hold credentials.
 _ENVIRONMENT = (

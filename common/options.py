@@ -1,4 +1,4 @@
-"""How an option says, where it is defined, that a run may resume with another value of it."""
+"""What options have in common: which ones a run may resume with other values of; least values."""
 
 from dataclasses import field
 from typing import TypeVar
@@ -14,3 +14,11 @@ def free(default: T) -> T:
     """
     value: T = field(default=default, metadata={"free": True})
     return value
+
+
+def refuse_below(options: object, **least: float) -> None:
+    """Raise ValueError for an option that is below the least value given here. None is allowed."""
+    for name, minimum in least.items():
+        value = getattr(options, name)
+        if value is not None and not value >= minimum:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {minimum}, got {value}")

@@ -8,12 +8,12 @@ Source: Dixit et al. 2021, "Silent Data Corruptions at Scale" (arXiv 2102.11245)
 
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from common.group.collectives import broadcast, gather
@@ -45,11 +45,13 @@ def unlike_replicas(parts: Mapping[str, Any], step: int, *, buffers: bool) -> st
     Returns:
         Which tensor differs and which rank is at fault; empty if nothing differs.
     """
-    held = dict(_held(parts["model"], parts["optimizer"], buffers=buffers))
-    votes = _gathered([fingerprint(value) for value in held.values()])
-    return _verdict(
-        f"differs between ranks after step {step}", list(held), votes, range(len(votes))
-    )
+    model, states = parts["model"], parts["optimizer"].state
+    held: dict[str, Tensor] = dict(model.named_buffers() if buffers else ())
+    for name, parameter in model.named_parameters():
+        state = {f"{name} ({key})": value for key, value in states.get(parameter, {}).items()}
+        held |= {name: parameter, **{k: v for k, v in state.items() if isinstance(v, Tensor)}}
+    votes = enumerate(_votes(map(fingerprint, held.values())))
+    return _verdict(f"differs between ranks after step {step}", list(held), votes)
 
 
 def audit(shards: Any, autocast: torch.autocast) -> str:
@@ -76,46 +78,34 @@ def audit(shards: Any, autocast: torch.autocast) -> str:
     inputs, gradient = tree_map_only(Tensor, lambda x: x.to(device), broadcast(mine, owner))
     again = shards.gradients_again(owner, inputs, gradient, autocast)
     shards.seen = {}
-    sent = [seen["sent"][parameter] for parameter in shards.trained.values()]
-    both = _gathered([*sent, *map(fingerprint, again)])
-    votes = torch.cat([both[[owner], : len(sent)], both[:, len(sent) :]])
+    sent = _votes(seen["sent"][parameter] for parameter in shards.trained.values())
+    votes = [(owner, sent[owner]), *enumerate(_votes(map(fingerprint, again)))]
     names = [f"{name.removeprefix('_orig_mod.')}'s gradient" for name in shards.trained]
     what = f"differs when all ranks compute rank {owner}'s part of step {step} again"
-    return _verdict(what, names, votes, [owner, *range(world_size)])
+    return _verdict(what, names, votes)
 
 
-def _held(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, buffers: bool
-) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_buffers() if buffers else ()
-    for name, parameter in model.named_parameters():
-        yield name, parameter
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                yield f"{name} ({key})", value
+def _votes(fingerprints: Iterable[Tensor]) -> list[tuple[int, ...]]:
+    """Every rank's fingerprints, on every rank."""
+    first, *rest = fingerprints
+    mine = torch.stack([first, *(value.to(first.device) for value in rest)])
+    return [tuple(vote) for vote in gather(mine.tolist())]
 
 
-def _gathered(fingerprints: Sequence[Tensor]) -> Tensor:
-    """Every rank's fingerprints on every rank: (world_size, number), int64, on the CPU."""
-    mine = torch.stack([value.to(fingerprints[0].device) for value in fingerprints]).cpu()
-    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, mine)
-    return torch.stack(rows)
-
-
-def _verdict(what: str, names: Sequence[str], votes: Tensor, voters: Iterable[int]) -> str:
+def _verdict(what: str, names: Sequence[str], votes: Iterable[tuple[int, tuple[int, ...]]]) -> str:
     """The first tensor that differs and the ranks at fault; empty if all votes are equal.
 
     A rank is at fault if its vote is not that of the majority, which needs two ranks or more.
     """
-    ballots = list(zip(voters, map(tuple, votes.tolist()), strict=True))
-    usual, count = Counter(vote for _, vote in ballots).most_common(1)[0]
-    if count == len(ballots):
+    votes = list(votes)
+    usual, count = Counter(vote for _, vote in votes).most_common(1)[0]
+    if count == len(votes):
         return ""
-    unlike = (votes != votes[0]).any(0).nonzero().flatten().tolist()
-    more = f" (and {len(unlike) - 1} more)" if len(unlike) > 1 else ""
-    known = 2 * count > len(ballots) and len({rank for rank, vote in ballots if vote == usual}) > 1
-    faulty = sorted({rank for rank, vote in ballots if vote != usual or not known})
+    columns = zip(names, *(vote for _, vote in votes), strict=True)
+    first, *more = (name for name, *values in columns if len(set(values)) > 1)
+    also = f" (and {len(more)} more)" if more else ""
+    known = 2 * count > len(votes) and len({rank for rank, vote in votes if vote == usual}) > 1
+    faulty = sorted({rank for rank, vote in votes if vote != usual or not known})
     hosts = gather(socket.gethostname())
     who = (" and " if known else " or ").join(f"rank {rank} on {hosts[rank]}" for rank in faulty)
-    return f"{names[unlike[0]]}{more} {what}, at fault: {who}"
+    return f"{first}{also} {what}, at fault: {who}"

@@ -10,10 +10,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from common import log
 from common.files import mebibytes
 from common.launch.ranks import Ranks
 
-log = logging.getLogger("recipes")
 tqdm.set_lock(threading.RLock())  # tqdm's default lock is a semaphore, which a killed rank leaks
 
 

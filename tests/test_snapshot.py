@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from common import log
 from common.errors import InputError, PeerError, TrainingError
 from common.launch.ranks import Ranks
 from common.snapshots import files as snapshot_files
@@ -46,7 +47,7 @@ def test_the_newest_is_found(tmp_path: Path) -> None:
 def test_an_unsound_one_is_named_and_the_one_before_is_taken(
     tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot.log, "propagate", True)
+    monkeypatch.setattr(log, "propagate", True)
     snapshot_files.write(tmp_path, 1, content(1))
     newest = snapshot_files.write(tmp_path, 2, content(2))
     data = bytearray(newest.read_bytes())

@@ -11,8 +11,8 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,11 +33,7 @@ from tests.test_verdict import LATE, WAITED, said
 def waits(number: int, kind: str = "all_reduce", group: str = "0") -> dict[str, Any]:
     """A collective that has not ended."""
     call = {"kind": kind, "sizes": [[3]], "place": f"train.py:{len(kind)} (train)"}
-    return {"group": group, "number": number, "done": False, **call}
-
-
-def done(number: int) -> dict[str, Any]:
-    return {**waits(number), "done": True}
+    return {"group": group, "number": number, **call}
 
 
 def at(place: str, *collectives: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +61,7 @@ Thread 0x00007e (most recent call first):
     ("ranks", "who", "says"),
     [
         (
-            [at("a", waits(7)), at("data.py:9 (load)", done(6)), at("a", waits(7))],
+            [at("a", waits(7)), at("data.py:9 (load)"), at("a", waits(7))],
             "rank 1 on host1",
             r"did not come to all_reduce 7, which rank 0 on host0 calls at train.py:10 \(train\): "
             r"it is at data.py:9 \(load\)",
@@ -83,7 +79,7 @@ Thread 0x00007e (most recent call first):
             "calls broadcast 7 at .*, while rank 0 on host0 calls all_reduce 7 at .* be the same",
         ),
         ([at("a", waits(7)), at("a", waits(7))], "", "all ranks came to all_reduce 7, .*network"),
-        ([at("a", done(7)), at("b", done(7))], None, ""),
+        ([at("a"), at("b")], None, ""),
         ([], None, ""),
     ],
 )
@@ -101,7 +97,7 @@ def test_the_rank_that_did_not_come_is_named(
 
 
 def test_a_stack_that_only_c_could_write_counts(tmp_path: Path) -> None:
-    write(tmp_path, at("a", waits(7)), at("an old place", done(5)))
+    write(tmp_path, at("a", waits(7)), at("an old place"))
     verdict.path(tmp_path, 1).with_suffix(".stack").write_text(C_STACK)
     found = verdict.verdict(tmp_path)
     assert found
@@ -125,7 +121,7 @@ def test_the_launcher_shows_the_verdict_once(
 
     NCCL's message is a stand-in.
     """
-    write(tmp_path, at("a", waits(7)), at("data.py:9 (load)", done(6)))
+    write(tmp_path, at("a", waits(7)), at("data.py:9 (load)"))
     errors = tmp_path / "errors"
     late = {**said(0, LATE), "verdict": verdict.verdict(tmp_path)}
     left = [{"watched": str(tmp_path)}, *([] if nccl else [late])]
@@ -146,17 +142,29 @@ def test_the_launcher_says_where_its_ranks_are(
     show_whereabouts(errors, [0, 1])
     assert "have not begun to train" in capsys.readouterr().err
     errors.write_text(json.dumps({"watched": str(tmp_path)}))
-    write(tmp_path, at("a", waits(7)), at("data.py:9 (load)", done(6)))
+    write(tmp_path, at("a", waits(7)), at("data.py:9 (load)"))
     show_whereabouts(errors, [0, 1])
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "rank 0 on host0, step 6: it is at a"
     assert lines[1] == "rank 1 on host1, step 6: it is at data.py:9 (load)"
     assert lines[2].startswith("rank 1 on host1 did not come to all_reduce 7")
+    verdict.path(tmp_path, 0).unlink()  # a rank that has ended removes its record
+    show_whereabouts(errors, [1])
+    assert capsys.readouterr().err.startswith("rank 1 on host1, step 6: it is at data.py:9 (load)")
+
+
+def test_a_stack_that_is_still_being_written_says_nothing(tmp_path: Path) -> None:
+    write(tmp_path, at("a", waits(7)), at("b"))
+    stack = verdict.path(tmp_path, 1).with_suffix(".stack")
+    stack.write_text(C_STACK[: C_STACK.rindex("/mine/read.py")])
+    found = verdict.verdict(tmp_path)
+    assert found
+    assert found.says.endswith("it is at b")
 
 
 def hang(ranks: Ranks, logs: Path, *, keep_gil: bool) -> str:
     """Rank 1 comes late to an all-reduce; what rank 0 finds out meanwhile."""
-    record.Watch(logs, ranks.rank, 2, "cpu", 1.0, SimpleNamespace(step=3))
+    record.Watch(logs, ranks.rank, {"world_size": 2}, 1.0, lambda: 3)
     place = "keeps the GIL" if keep_gil else "it is at tests/test_watch.py"
     found = ""
     released = os.open(logs / "released", os.O_RDWR)
@@ -202,16 +210,12 @@ def _hang(ranks: Ranks, logs: Path, keep_gil: bool) -> str:
 
 def ask(ranks: Ranks, logs: Path) -> dict[str, Any]:
     """SIGQUIT to a rank that makes steps."""
-    progress = SimpleNamespace(step=0)
-    record.Watch(logs, ranks.rank, 1, "cpu", 60.0, progress)
+    steps = count()
+    record.Watch(logs, ranks.rank, {"world_size": 1}, 60.0, lambda: next(steps))
     os.kill(os.getpid(), signal.SIGQUIT)
 
-    def written() -> bool:
-        progress.step += 1
-        return "stack" in verdict.records(logs)[0]
-
-    wait_for(written, 30)
-    found = verdict.records(logs)[0]
+    wait_for(lambda: "stack" in verdict.read(logs, 0), 30)
+    found = verdict.read(logs, 0)
     record.stop()
     return found
 
@@ -280,9 +284,11 @@ def test_all_ranks_of_a_slow_host_are_named_once(tmp_path: Path) -> None:
     found = find_slow(halves, 0.2)
     assert found
     assert found.ranks == [4, 5, 6]
-    assert find_slow([[0.0, 0.0], [0.1, 0.1]], 0.2) is None, "not measured yet"
     write(tmp_path, *[at("a")] * 8)
     clock = ComputeTime(torch.device("cpu"))
+    unlike = torch.tensor([[0.0, 0.0], [0.1, 0.2]])
+    assert clock.compare(50, unlike, 0.2) is None, "not measured yet"
+    assert clock.compare(51, unlike + 0.1, 0.2), "one window after none"
     news = clock.news(found, tmp_path)
     assert news.startswith("rank 4 on host4 (cpu) computes 50% longer per step than")
     assert "(slow, too: rank 5 on host5 (cpu), rank 6 on host6 (cpu))" in news

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import cli
+from common import cli, log
 from common.data.batches import DeviceBatches
 from common.data.datasets import DataOptions, load_data
 from common.data.image_folder import ImageFiles, class_names, images_in, verify
@@ -35,7 +35,7 @@ from common.launch.start import LaunchOptions, launch
 from common.run.announce import device_in_words
 from common.run.options import RunOptions
 from common.seeds import set_determinism
-from common.terminal import log, set_up_logs
+from common.terminal import set_up_logs
 from common.training.evaluate import evaluate
 from tools.command import Parser
 from tools.trained import Trained, read, refuse_unusable

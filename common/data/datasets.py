@@ -1,7 +1,6 @@
 """The data sets: each function opens one, and returns a `Data` of two `Samples`."""
 
 import hashlib
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,16 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common import log
 from common.data import image_folder
 from common.data.stream import Key, Samples
 from common.downloads import download_flower_photos, downloading
 from common.errors import InputError
 from common.group.collectives import agreed
 from common.launch.ranks import Ranks
-from common.options import free
+from common.options import free, refuse_below
 from common.seeds import mix
-
-log = logging.getLogger("recipes")
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -47,8 +45,8 @@ class LoaderOptions:
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
-        if isinstance(self.num_workers, int) and self.num_workers < 0:
-            raise ValueError(f"--num-workers must be 0 or more, got {self.num_workers}")
+        if self.num_workers != "auto":
+            refuse_below(self, num_workers=0)
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,7 @@ class DataOptions(LoaderOptions):
         super().__post_init__()
         if self.data in ("imagefolder", *_TORCHVISION) and self.data_path is None:
             raise ValueError(f"--data {self.data} needs --data-path DIR")
-        if self.image_size is not None and self.image_size < 4:
-            raise ValueError(f"--image-size must be at least 4 px, got {self.image_size}")
+        refuse_below(self, image_size=4)
 
 
 @dataclass(frozen=True)

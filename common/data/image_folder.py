@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,13 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from common import log
 from common.errors import InputError, TrainingError
 from common.files import files_below, refuse_closed
 from common.group.collectives import agreed, gather
 from common.launch.ranks import Ranks
 from common.seeds import mix
-
-log = logging.getLogger("recipes")
 
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 

@@ -3,7 +3,6 @@
 `tune_loader` shows the whole sweep; `--num-workers auto` of a training recipe makes the same one.
 """
 
-import logging
 import os
 import socket
 import sys
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from common import log
 from common.data.datasets import LoaderOptions
 from common.data.image_folder import ImageFiles
 from common.data.stream import Samples
@@ -28,8 +28,6 @@ from common.group.collectives import agreed, broadcast, gather
 from common.group.host import cpu_quotas
 from common.hints import SHARED_MEMORY_HINT
 from common.throughput import samples_per_s
-
-log = logging.getLogger("recipes")
 
 GAIN = 1.05
 """More loading processes must be faster by this factor: a smaller gain is noise."""

@@ -59,7 +59,9 @@ def meet(ranks: Ranks, timeout_s: float, refusal: InputError | None = None) -> d
         socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise InputError(unresolved(address, error)) from error
-    if _several_hosts_on_loopback(ranks):
+    # As written, not as resolved: Debian's /etc/hosts maps a host's own name to 127.0.1.1.
+    loopback = address in ("localhost", "::1") or address.startswith("127.")
+    if loopback and ranks.several_hosts:
         raise InputError(
             f"MASTER_ADDR {address!r} is every host's own loopback, and {ranks.world_size} ranks "
             "are spread over several hosts: give rank 0's address on the network between them (ip "
@@ -217,13 +219,6 @@ def _not_met(ranks: Ranks, timeout_s: float, there: Sequence[int] = ()) -> Train
         f"{', '.join(interface_names()) or 'lo only'}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
         "choose one."
     )
-
-
-def _several_hosts_on_loopback(ranks: Ranks) -> bool:
-    # As written, not as resolved: Debian's /etc/hosts maps a host's own name to 127.0.1.1.
-    address = ranks.master_addr
-    loopback = address in ("localhost", "::1") or address.startswith("127.")
-    return loopback and ranks.several_hosts
 
 
 def _give_up(error: Exception, ranks: Ranks) -> None:

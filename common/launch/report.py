@@ -43,7 +43,7 @@ def report(error: Exception, ranks: Ranks) -> int:
     follows = isinstance(error, PeerError) or (not expected and hints.follows(error))
     status = STATUS_BAD_INPUT if isinstance(error, InputError) else STATUS_FAILED
     timed_out = follows and hints.timed_out(error)
-    found = verdict.verdict(verdict.folder) if timed_out else None
+    found = verdict.verdict(verdict.folder) if timed_out and verdict.folder else None
     line = _error_line(error, ranks, f"{found.who} {found.says}".strip() if found else "")
     trace = "" if expected else "".join(traceback.format_exception(error))
     trace = found.stack if found and found.stack else trace
@@ -59,7 +59,6 @@ def report(error: Exception, ranks: Ranks) -> int:
             "status": status,
             "follows": follows,
             "timed_out": timed_out,
-            "verdict": found,
         }
         if not leave(entry):
             say(f"{line}\n{trace}")
@@ -97,21 +96,16 @@ def _speaks(ranks: Ranks, elastic: str | None) -> bool:
 
 def _error_line(error: Exception, ranks: Ranks, verdict: str = "") -> str:
     """What happened, on which rank and host, and what to do, or the `verdict` on who caused it."""
-    message = " ".join(_own_message(error).split())
+    text = str(error)
+    if "in DataLoader worker process" in text:  # a DataLoader puts the traceback in front
+        text = text.strip().splitlines()[-1].split(": ", 1)[-1]
+    message = " ".join(text.split()) or type(error).__name__
     if not isinstance(error, InputError | TrainingError):
         advice = verdict or hints.hint(f"{type(error).__name__} {message}")
         message = f"{_shortened(message)}: {advice}" if advice else message
     if isinstance(error, InputError) and (error.agreed is not False or ranks.is_main):
         return f"error: {message}"  # the same on every rank
     return f"error: rank {ranks.rank} on {socket.gethostname()}: {message}"
-
-
-def _own_message(error: Exception) -> str:
-    """The message without the traceback that a DataLoader puts in front of it."""
-    text = str(error)
-    if "in DataLoader worker process" in text:
-        text = text.strip().splitlines()[-1].split(": ", 1)[-1]
-    return text or type(error).__name__
 
 
 def _shortened(message: str) -> str:
@@ -152,10 +146,9 @@ def show_whereabouts(errors: Path, ranks: Sequence[int]) -> None:
     if not (logs := records_of(read_entries(errors))):
         say("the ranks have not begun to train")
         return
-    found = verdict.records(logs)
-    for rank in ranks:
-        where = verdict.whereabouts(found[rank])
-        say(f"rank {rank} on {found[rank]['host']}, step {found[rank].get('step', '?')}: {where}")
+    for record in (verdict.read(logs, rank) for rank in ranks):
+        step = record.get("step", "?")
+        say(f"{record['who']}, step {step}: {verdict.whereabouts(record)}")
     if late := verdict.verdict(logs):
         say(f"{late.who} {late.says}\n{late.stack}".strip())
 
@@ -175,8 +168,7 @@ def show_cause(
         errors: file with the ranks' reports.
         said: what the ranks' libraries wrote to stderr.
     """
-    statuses = {status for _, status in failed}
-    if statuses <= {STATUS_STOPPED}:
+    if all(status == STATUS_STOPPED for _, status in failed):
         return STATUS_STOPPED if failed else STATUS_FINISHED
     entries = read_entries(errors)
     reports = sorted((e for e in entries if "line" in e), key=lambda entry: entry["time"])
@@ -189,11 +181,8 @@ def show_cause(
     hung = {rank: state for rank, state in (aborted | silent).items() if rank not in waited}
     mute = [(r, s) for r, s in failed if s > 0 and s != STATUS_STOPPED and r not in reported]
     busy = set(silent.values()) != {"waiting"}
-    verdicts = [verdict.Verdict(*entry["verdict"]) for entry in reports if entry.get("verdict")]
-    if waited and (found := verdict.verdict(records_of(entries))):  # NCCL's ranks were aborted
-        verdicts.append(found)
-    here = {*dict(failed), *silent}
-    late = next((found for found in verdicts if found.rank in here), None)
+    timed_out = waited or any(entry["timed_out"] for entry in reports)
+    late = verdict.verdict(logs) if timed_out and (logs := records_of(entries)) else None
     host = socket.gethostname()
     if killed:
         rank, status = killed[0]
@@ -207,7 +196,7 @@ def show_cause(
         rank, status = mute[0]
         say(f"error: rank {rank} on {host} exited with status {status}; its message is above")
         return STATUS_BAD_INPUT if status == STATUS_BAD_INPUT else STATUS_FAILED
-    elif late:
+    elif late and late.rank in {*dict(failed), *silent}:
         state = silent.get(late.rank, "waiting")
         doing = f" stopped answering ({state}): it" if state != "waiting" else ""
         say(f"error: {late.who}{doing} {late.says}\n{late.stack}")

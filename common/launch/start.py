@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from common import driver
 from common.errors import STATUS_STOPPED, STOP_SIGNALS, InputError
 from common.launch.port import listen
 from common.launch.process import command_line, python_path
 from common.launch.report import show_cause, show_whereabouts
+from common.options import refuse_below
 
 GRACE_S = 10.0
 """How long the other ranks may take to end by themselves after the first failure."""
@@ -68,16 +68,11 @@ class LaunchOptions:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be started."""
-        if self.nproc is not None and self.nproc < 1:
-            raise ValueError(f"--nproc must be at least 1, got {self.nproc}")
-        if self.compare_rounds < 1:
-            raise ValueError(f"--compare-rounds must be at least 1, got {self.compare_rounds}")
+        refuse_below(self, nproc=1, compare_rounds=1, restarts=0)
         if not 0 <= self.node_rank < self.nnodes:
             raise ValueError(f"--node-rank {self.node_rank} must lie in 0..{self.nnodes - 1}")
         if self.nnodes > 1 and not self.address:
             raise ValueError("several hosts need --master-addr, host 0's address")
-        if self.restarts < 0:
-            raise ValueError(f"--restarts must be at least 0, got {self.restarts}")
         if self.restarts and self.nnodes > 1:
             raise ValueError(
                 "--restarts is for one host: on several hosts start the ranks with torchrun "
@@ -123,22 +118,8 @@ class Child:
 
     def doing(self) -> str:
         """What a rank that does not end is doing, as the kernel sees it."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return "gone"
+        stat = Path(f"/proc/{self.pid}/stat").read_text()  # there until `status` has reaped it
         return _STATES.get(stat.rsplit(")", 1)[1].split()[0], "waiting")
-
-
-class Reports(NamedTuple):
-    """What the ranks leave for the process that started them; gone when it ends."""
-
-    errors: Path
-    """File in memory: the ranks' errors, one per line."""
-    messages: int
-    """Pipe: what the ranks' libraries write to stderr."""
-    written: int
-    """The pipe's other end."""
 
 
 def memory_file(name: str) -> Path:
@@ -152,25 +133,20 @@ def memory_file(name: str) -> Path:
 
 
 @cache
-def _places() -> Reports:
-    return Reports(memory_file("errors"), *os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
-
-
-def make_error_file() -> Reports:
-    """Make the places for the ranks' errors and messages; environment variables name them.
-
-    A restart gets the same places, emptied.
-    """
-    file, messages, written = reports = _places()
-    os.truncate(file, 0)
-    while _pass_on(messages):
-        pass
-    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # inherited by the ranks, until they can answer
-    os.environ["RECIPES_ERRORS"] = str(file)
-    os.environ["RECIPES_MESSAGES"] = str(file.with_name(str(written)))
+def _places() -> tuple[Path, int]:
+    """A file in memory for the ranks' errors, one per line; a pipe for what their libraries say."""
+    errors, (messages, written) = memory_file("errors"), os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    os.environ["RECIPES_ERRORS"] = str(errors)
+    os.environ["RECIPES_MESSAGES"] = str(errors.with_name(str(written)))
     os.environ["RECIPES_PARENT"] = str(os.getpid())
     os.environ["RECIPES_COMMAND"] = command_line()
-    return reports
+    return errors, messages
+
+
+def prepare_launch() -> None:
+    """Before ranks are started: make the places for what they leave, or empty them again."""
+    os.truncate(_places()[0], 0)
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # inherited by the ranks, until they can answer
 
 
 def launch(arguments: Sequence[str], nproc: int, options: LaunchOptions) -> int:
@@ -186,7 +162,7 @@ def launch(arguments: Sequence[str], nproc: int, options: LaunchOptions) -> int:
     if options.node_rank == 0:  # host 0 serves the store
         store = listen(address, port, several_hosts=several)
         port = store.getsockname()[1]
-    reports = make_error_file()
+    prepare_launch()
     env = {
         **os.environ,
         "WORLD_SIZE": str(options.nnodes * nproc),
@@ -210,23 +186,22 @@ def launch(arguments: Sequence[str], nproc: int, options: LaunchOptions) -> int:
         children.append(Child(rank, process.pid, process.poll))
     if store:
         store.close()  # rank 0 has it now
-    return supervise(children, reports)
+    return supervise(children)
 
 
 forwarded: set[int] = set()
 """Stop signals that came to this process since its first ranks ran."""
 
 
-def supervise(children: Sequence[Child], reports: Reports) -> int:
-    """Wait for ranks, pass stop signals on to them, and end them all once one fails.
+def supervise(children: Sequence[Child]) -> int:
+    """Wait for this host's ranks, which began after `prepare_launch`; pass stop signals on to them.
 
-    Args:
-        children: the ranks of this host.
-        reports: from `make_error_file`.
+    Once one fails, end them all.
 
     Returns:
         0 if all finished, 75 if all saved and stopped, 2 for bad input, 130 for Ctrl-C, else 1.
     """
+    errors, messages = _places()
     pending = {child.rank: child for child in children}
     failed: list[tuple[int, int]] = []
     silent: dict[int, str] = {}  # ranks that were killed below, and what each was doing
@@ -267,10 +242,10 @@ def supervise(children: Sequence[Child], reports: Reports) -> int:
                     child.kill(signal.SIGKILL)
             if time.monotonic() > answer_s:
                 answer_s = float("inf")
-                show_whereabouts(reports.errors, sorted(pending))
-            said = (said + _pass_on(reports.messages))[-(2**20) :]
+                show_whereabouts(errors, sorted(pending))
+            said = (said + _pass_on(messages))[-(2**20) :]
             time.sleep(0.02)
-        return show_cause(failed, silent, reports.errors, said)
+        return show_cause(failed, silent, errors, said)
     except KeyboardInterrupt:  # the ranks got the signal too, and may have something to say
         deadline = time.monotonic() + 2
         while time.monotonic() < deadline and any(c.status() is None for c in pending.values()):

@@ -2,11 +2,11 @@
 
 import torch
 
+from common import log
 from common.group.devices import choose_backend
 from common.group.host import usable_cores
 from common.launch.ranks import Ranks
 from common.run.options import RunOptions
-from common.terminal import log
 
 
 def announce(recipe: str, options: RunOptions, ranks: Ranks, device: torch.device) -> None:

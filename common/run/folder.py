@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common import restart
+from common import log, restart
 from common.data.datasets import Data
 from common.errors import InputError, TrainingError
 from common.files import (
@@ -38,8 +38,6 @@ from common.run.options import MAY_DIFFER_BY_HOST, RunOptions, flatten
 from common.snapshots.state import TrainingState
 from common.terminal import show_table
 from common.watch.record import Watch
-
-log = logging.getLogger("recipes")
 
 _FILES = {
     *("config.json", "manifest.json", "metrics.jsonl", "summary.json", "class_indices.json"),
@@ -154,8 +152,9 @@ class Run:
     def begin(self, state: TrainingState, data: Data, global_batch_size: int) -> None:
         """Write config and manifest, and open the metrics, cut at the resumed step."""
         if self.ranks.world_size > 1:
-            device, timeout_s = str(self.devices[0]), self.options.timeout_s
-            Watch(self.logs, self.ranks.rank, self.ranks.world_size, device, timeout_s, state)
+            about = {"device": str(self.devices[0]), "world_size": self.ranks.world_size}
+            timeout_s = self.options.timeout_s
+            Watch(self.logs, self.ranks.rank, about, timeout_s, lambda: state.step)
             if self.ranks.local_rank == 0:
                 leave({"watched": str(self.logs.absolute())})
         manifest = describe_run(self.devices, self.options.seed, data.fingerprint)

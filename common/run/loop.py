@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from common import restart
+from common import log, restart
 from common.data.datasets import Data
 from common.data.stream import GlobalBatches
 from common.errors import StopRequested, TrainingError
@@ -27,7 +27,7 @@ from common.seeds import seed_everything
 from common.snapshots import files as snapshot_files
 from common.snapshots import state as snapshot
 from common.snapshots.state import Stateful, TrainingState
-from common.terminal import log, progress_bar
+from common.terminal import progress_bar
 from common.throughput import Throughput, peak_memory_bytes
 from common.training.evaluate import Evaluation, best_metric
 from common.training.optimizer import ScheduleOptions
@@ -67,7 +67,7 @@ class Loop:
         short = run.options.log_every > self.last_step  # ten points make a curve
         self.log_every = max(1, self.last_step // 10) if short else run.options.log_every
         self._identity = run.identity(batches.global_batch_size, data.fingerprint)
-        self._check_every, self._checked_step = check_replicas, -1
+        self._check_every = check_replicas
         if check_replicas and run.ranks.world_size == 1:
             log.warning("--check-replicas has nothing to compare: there is one rank")
 
@@ -89,7 +89,7 @@ class Loop:
         if found:
             state.resume(found, seed)
             log.info(f"resuming after step {state.step}")
-        self._begun, self._resumed_from = state.step, state.step if found else None
+        self._resumed_from = state.step if found else None
         run.begin(state, self.data, self.batches.global_batch_size)
         if state.best and run.ranks.is_main:  # the file may be of an epoch that is done again
             save_weights(state.best["weights"], run.folder / "best.pt")
@@ -141,7 +141,8 @@ class Loop:
         state.batch += 1
         state.step += 1
         self._speed.add(self.batches.global_batch_size)
-        if run.ranks.is_main and (cost := restart.record(run.folder, state.step, self._begun)):
+        begun = self._resumed_from or 0
+        if run.ranks.is_main and (cost := restart.record(run.folder, state.step, begun)):
             log.info(cost)
         epoch = f"epoch {state.epoch + 1}/{self.options.epochs}"
         self._progress.set_description_str(epoch, refresh=False)
@@ -184,10 +185,8 @@ class Loop:
         self.state.save(self.run.snapshots, self._identity, self.run.options.keep_snapshots)
 
     def _check_replicas(self) -> None:
-        state, buffers = self.state, bool(self._identity.get("virtual_ranks"))
-        if self._checked_step != state.step:
-            self._checked_step = state.step
-            self.refuse(unlike_replicas(state.parts, state.step, buffers=buffers))
+        buffers = bool(self._identity.get("virtual_ranks"))
+        self.refuse(unlike_replicas(self.state.parts, self.state.step, buffers=buffers))
 
     def refuse(self, difference: str) -> None:
         """Raise TrainingError if the ranks found a `difference`; every rank calls this."""

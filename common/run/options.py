@@ -1,12 +1,11 @@
 """The options of a run."""
 
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from common.identity import Options
-from common.options import free
+from common.options import free, refuse_below
 
 MAY_DIFFER_BY_HOST = {"output_dir", "data_path", "weights", "resume"}
 
@@ -57,18 +56,12 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
-        for name, least, most in (
-            ("snapshot_every", 0, math.inf),
-            ("keep_snapshots", 1, math.inf),
-            ("log_every", 1, math.inf),
-            ("seed", 0, math.inf),
-            ("cpu_threads", 1, 1024),
-            ("timeout_s", 1, 10**7),
-        ):
-            value, option = getattr(self, name), name.replace("_", "-")
-            if not least <= value <= most:
-                limit = f"at least {least}" if value < least else f"from {least} to {most}"
-                raise ValueError(f"--{option} must be {limit}, got {value}")
+        refuse_below(self, snapshot_every=0, keep_snapshots=1, log_every=1, seed=0)
+        refuse_below(self, cpu_threads=1, timeout_s=1)
+        if self.cpu_threads > 1024:
+            raise ValueError(f"--cpu-threads must be from 1 to 1024, got {self.cpu_threads}")
+        if self.timeout_s > 10**7:
+            raise ValueError(f"--timeout-s must be from 1 to {10**7}, got {self.timeout_s}")
 
 
 def flatten(config: Any) -> Options:

@@ -6,21 +6,19 @@ written last, and names the file of each rank, `step_00000120.rank_00003.<checks
 """
 
 import hashlib
-import logging
 import re
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from common import log
 from common.errors import InputError
 from common.group.collectives import agreed, broadcast, gather
 from common.identity import Options, refuse_another_run, refuse_unlike_rank_0
 from common.snapshots.checked import checksum, load_data_only, save_checked
 
 FORMAT = 4
-
-log = logging.getLogger("recipes")
 
 
 class UnsoundError(InputError):

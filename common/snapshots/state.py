@@ -4,7 +4,6 @@ Training waits only for the copy in memory. A thread writes it while training co
 or on every rank if each one has a part of the state.
 """
 
-import logging
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
+from common import log
 from common.errors import InputError, TrainingError
 from common.group.collectives import agreed, gather, gather_numbers, gather_to_rank_0
 from common.group.process_group import group_for_threads
@@ -27,7 +27,6 @@ from common.snapshots.shards import put_together, take_apart
 from common.training.state import refuse_other_state
 
 _POSITION = ("epoch", "batch", "step", "metrics_bytes", "metrics_sha256")
-log = logging.getLogger("recipes")
 
 
 class Stateful(Protocol):

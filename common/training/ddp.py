@@ -1,7 +1,6 @@
 """Around DistributedDataParallel: how gradients are sent, and the same bits after a resume."""
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,12 +12,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from common import log
 from common.errors import InputError, multiples_near
-from common.options import free
+from common.options import free, refuse_below
 from common.seeds import rng_state, set_rng_state
 from common.training.models import has_trained_batch_norm
-
-log = logging.getLogger("recipes")
 
 
 @dataclass(frozen=True)
@@ -46,13 +44,7 @@ class ParallelOptions:
     def __post_init__(self) -> None:
         """Refuse values and combinations that cannot work."""
         shards = self.virtual_ranks
-        if shards < 0:
-            raise ValueError(f"--virtual-ranks must be at least 0: {shards}")
-        if self.accumulate < 1:
-            raise ValueError(f"--accumulate must be at least 1: {self.accumulate}")
-        for name in ("check_replicas", "audit"):
-            if (steps := getattr(self, name)) < 0:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 0: {steps}")
+        refuse_below(self, virtual_ranks=0, accumulate=1, check_replicas=0, audit=0)
         if self.audit and not shards:
             raise ValueError(
                 "--audit needs --virtual-ranks: without it, another rank cannot compute the same "

@@ -1,6 +1,5 @@
 """Models by name: normalisation, weights and freezing."""
 
-import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -13,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from common import log
 from common.downloads import download_weights
 from common.errors import InputError
 from common.files import refuse_closed
 from common.group.collectives import agreed
-
-log = logging.getLogger("recipes")
 
 
 @dataclass(frozen=True)

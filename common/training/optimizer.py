@@ -1,6 +1,5 @@
 """The optimizer, its batch size, and its learning rate, which is used as given."""
 
-import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,10 +8,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from common import log
 from common.errors import InputError
-from common.options import free
-
-log = logging.getLogger("recipes")
+from common.options import free, refuse_below
 
 
 @dataclass(frozen=True)
@@ -45,18 +43,12 @@ class ScheduleOptions:
         """Refuse values and combinations that cannot work."""
         if self.global_batch_size is not None and self.batch_size_per_rank is not None:
             raise ValueError("give --global-batch-size or --batch-size-per-rank, not both")
-        at_least_1 = ("epochs", "max_steps", "global_batch_size", "batch_size_per_rank", "scale_lr")
-        self._refuse_below(**dict.fromkeys(at_least_1, 1), warmup_epochs=0)
+        refuse_below(self, epochs=1, max_steps=1, global_batch_size=1, batch_size_per_rank=1)
+        refuse_below(self, scale_lr=1, warmup_epochs=0)
         if not 0 < self.lr < math.inf:
             raise ValueError(f"--lr must be positive and finite, got {self.lr}")
         if not 0 <= self.lrf <= 1:
             raise ValueError(f"--lrf must be from 0 to 1 (a share of --lr), got {self.lrf}")
-
-    def _refuse_below(self, **minima: int) -> None:
-        for name, minimum in minima.items():
-            value = getattr(self, name)
-            if value is not None and not value >= minimum:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least {minimum}: {value}")
 
     def total_batch_size(self, world_size: int, micro_batches: int = 1) -> int:
         """Samples per step over all ranks: as given, or near the default, in equal parts.
@@ -112,7 +104,7 @@ class OptimizerOptions(ScheduleOptions):
     def __post_init__(self) -> None:
         """Refuse values and combinations that cannot work."""
         super().__post_init__()
-        self._refuse_below(momentum=0, weight_decay=0)
+        refuse_below(self, momentum=0, weight_decay=0)
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise ValueError(f"--clip-grad-norm must be positive, got {self.clip_grad_norm}")
         if self.optimizer == "adamw" and self.momentum >= 1:

@@ -17,7 +17,6 @@ Source: Li et al. 2022, "EasyScale" (arXiv 2208.14228), for schedulers; recursiv
 et al. 2005, "Optimization of Collective Communication Operations in MPICH", section 4.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -31,13 +30,12 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
+from common import log
 from common.errors import InputError, multiples_near
 from common.group.process_group import gloo_does_not_disturb, keep_until_exit
 from common.replicas import fingerprint
 from common.seeds import rng_state, seed_torch, set_rng_state
 from common.training.ddp import chunks
-
-log = logging.getLogger("recipes")
 
 
 def use_virtual_ranks(
@@ -156,33 +154,32 @@ class _Shards(nn.Module):
         super().__init__()
         self.model, self._tree, self.audit_every = model, tree, audit_every
         self.seen: dict[str, Any] = {}
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.trained = trained
-        # The first shard uses the parameters themselves. Every other shard has its own tensors on
-        # the same memory, so that autograd keeps the gradients of the shards apart.
-        self._parameters_by_shard: list[dict[str, Tensor]] = [{}] + [
-            {name: p.detach().requires_grad_() for name, p in trained.items()}
-            for _ in range(tree.shards_per_rank - 1)
-        ]
+        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # The first shard uses the parameters themselves.
+        self._parameters_by_shard = [{}, *self._aliases(tree.shards_per_rank - 1)]
         if tree.shards_per_rank > 1:
-            for name, parameter in trained.items():
+            for name, parameter in self.trained.items():
                 parameter.register_hook(partial(self._add_other_shards, name))
+
+    def _aliases(self, shards: int) -> list[dict[str, Tensor]]:
+        """Tensors on the parameters' memory, so that autograd keeps the shards' gradients apart."""
+        trained = self.trained.items()
+        return [{name: p.detach().requires_grad_() for name, p in trained} for _ in range(shards)]
 
     def forward(self, inputs: Any) -> Tensor:
         """The model's outputs (samples, ...) for this rank's inputs."""
         buffers = dict(self.model.named_buffers())
-        audited = self.audit_every > 0 and (self.seeds[1] + 1) % self.audit_every == 0
         seen: dict[str, Any] = {}
-        if audited:
+        if self.audit_every > 0 and (self.seeds[1] + 1) % self.audit_every == 0:
             before = {name: buffer.clone() for name, buffer in buffers.items()}
-            seen |= {"inputs": inputs, "buffers": before, "sent": {}}
+            seen = {"inputs": inputs, "buffers": before, "sent": {}}
         self.seen, self._tree.sent = seen, seen.get("sent")
         out, by_shard = self._run(inputs, dist.get_rank(), self._parameters_by_shard, buffers)
         self._tree.start(self._average_buffers(by_shard))
         # The loss is the mean over the rank's samples, a shard's gradient that of the shard's mean.
         if out.requires_grad:
             out.register_hook(lambda gradient: gradient * self._tree.shards_per_rank)
-            if audited:
+            if seen:
                 out.register_hook(partial(seen.__setitem__, "output_gradient"))
         return out
 
@@ -194,10 +191,7 @@ class _Shards(nn.Module):
         Nothing that training uses changes. `autocast` is the context that training uses.
         """
         random_state = rng_state()
-        by_shard = [
-            {name: p.detach().requires_grad_() for name, p in self.trained.items()}
-            for _ in range(self._tree.shards_per_rank)
-        ]
+        by_shard = self._aliases(self._tree.shards_per_rank)
         with autocast:
             out, _ = self._run(inputs, rank, by_shard, self.seen["buffers"])
         parameters = [parameter for own in by_shard for parameter in own.values()]

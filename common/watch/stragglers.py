@@ -48,17 +48,12 @@ def find_slow(halves: Sequence[Sequence[float]], step_s: float) -> Slow | None:
         step_s: time of a whole step [s].
     """
     usual = [statistics.median_low(half) for half in zip(*halves, strict=True)]
-    if min(usual) <= 0:  # not measured yet
-        return None
     over = [min(own / all_s for own, all_s in zip(r, usual, strict=True)) for r in halves]
     slow = sorted((rank for rank, f in enumerate(over) if f > LEAST), key=lambda r: -over[r])
     if not slow:
         return None
-    mean_s = [statistics.fmean(own) for own in halves]
-    next_s = max(s for rank, s in enumerate(mean_s) if rank not in slow)
-    saved_s = mean_s[slow[0]] - next_s
-    faster = saved_s / max(step_s - saved_s, next_s)
-    return Slow(slow, mean_s[slow[0]] / statistics.fmean(usual) - 1, faster)
+    saved_s = (over[slow[0]] - max(f for f in over if f <= LEAST)) * min(usual)
+    return Slow(slow, over[slow[0]] - 1, saved_s / max(step_s - saved_s, min(usual)))
 
 
 class ComputeTime:
@@ -69,7 +64,7 @@ class ComputeTime:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._follows, self._compared = device, False, 0
+        self._device, self._compared = device, 0
         self._since: Any = None
         self._ready: Any = None
         self._parts: list[tuple[Any, Any]] = []
@@ -79,7 +74,6 @@ class ComputeTime:
 
     def follow(self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
         """Begin to measure the steps of `ddp` and `optimizer`."""
-        self._follows = True
         # DDP assumes, too, that gradients become ready in the opposite order of the parameters.
         last = next(parameter for parameter in ddp.parameters() if parameter.requires_grad)
         last.register_post_accumulate_grad_hook(self._note_ready)
@@ -97,8 +91,7 @@ class ComputeTime:
 
     def start(self) -> None:
         """From now on this rank computes."""
-        if self._follows:
-            self._since = self._now()
+        self._since = self._now()
 
     def _add(self, until: Any) -> None:
         if self._since is not None and until is not None:
@@ -114,21 +107,21 @@ class ComputeTime:
 
     def end_step(self) -> None:
         """What was measured since the last call is one step; now this rank does not compute."""
-        if not self._follows:
+        if not self._parts:  # it follows no steps
             return
         self._add(self._now())
         self._queued.append(self._parts)
         self._parts = []
-        while self._queued and all(_passed(end) for _, end in self._queued[0]):
-            self._steps_s.append(sum(_seconds(*part) for part in self._queued.popleft()))
+        gpu = self._device.type == "cuda"
+        while self._queued and (not gpu or self._queued[0][-1][1].query()):
+            parts = self._queued.popleft()
+            parts_s = (a.elapsed_time(b) / 1000 if gpu else b - a for a, b in parts)
+            self._steps_s.append(sum(parts_s))
 
     def halves(self) -> Tensor:
         """The median time per step in each half of the window [s], or zeros before it is full."""
-        steps_s, half = list(self._steps_s), WINDOW // 2
-        if len(steps_s) < WINDOW:
-            return torch.zeros(2, dtype=torch.float64)
-        medians = [statistics.median(steps_s[:half]), statistics.median(steps_s[half:])]
-        return torch.tensor(medians, dtype=torch.float64)
+        steps_s = list(self._steps_s) if len(self._steps_s) == WINDOW else [0.0] * WINDOW
+        return torch.tensor(steps_s, dtype=torch.float64).view(2, -1).median(dim=1).values
 
     def compare(self, step: int, halves: Tensor, step_s: float) -> Slow | None:
         """The slow ranks, once per window, from all ranks' halves; None if there are none."""
@@ -142,21 +135,10 @@ class ComputeTime:
         if set(found.ranks) <= set(self._slow):
             return ""
         self._slow = found.ranks
-        about = verdict.records(logs)
-        who, *more = (
-            f"rank {rank} on {about[rank]['host']} ({about[rank].get('device', '?')})"
-            for rank in found.ranks
-        )
+        about = [verdict.read(logs, rank) for rank in found.ranks]
+        who, *more = (f"{record['who']} ({record.get('device', '?')})" for record in about)
         also = f" (slow, too: {', '.join(more)})" if more else ""
         return (
             f"{who} computes {found.excess:.0%} longer per step than the other ranks, which wait "
             f"for it{also}: without it the run would be {found.faster:.0%} faster"
         )
-
-
-def _passed(end: Any) -> bool:
-    return isinstance(end, float) or bool(end.query())
-
-
-def _seconds(begin: Any, end: Any) -> float:
-    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000)

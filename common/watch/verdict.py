@@ -8,6 +8,7 @@ import json
 import re
 from collections import Counter
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,80 +36,58 @@ def path(logs: Path, rank: int) -> Path:
     return logs / f"rank_{rank}.json"
 
 
-def records(logs: Path) -> list[Record]:
-    """What each rank has written, in rank order."""
-    found: list[Record] = []
-    while len(found) < (found[0].get("world_size", 0) if found else 1):
-        record: Record = {"host": "an unknown host"}
-        with suppress(OSError, ValueError, TypeError):  # not written, or damaged
-            record |= json.loads(path(logs, len(found)).read_text())
-        with suppress(OSError):
-            record["c_stack"] = path(logs, len(found)).with_suffix(".stack").read_text()
-        found.append(record)
-    return found
+def read(logs: Path, rank: int) -> Record:
+    """What a rank has written; also `who` it is, and the stack that C wrote (`c_stack`), if any."""
+    record: Record = {"host": "an unknown host"}
+    with suppress(OSError, ValueError, TypeError):  # not written, or damaged
+        record |= json.loads(path(logs, rank).read_text())
+    with suppress(OSError):
+        text = path(logs, rank).with_suffix(".stack").read_text()
+        _, *threads = re.split(r"(?m)^(?:Current thread|Thread) .*\n", text)
+        record["c_stack"] = threads[-1].strip("\n") if threads else ""  # the main thread's
+    return {**record, "who": f"rank {rank} on {record['host']}"}
 
 
-def verdict(logs: Path | None) -> Verdict | None:
+def verdict(logs: Path) -> Verdict | None:
     """The rank for which the others wait in a collective; None if the records do not show one."""
-    found = records(logs) if logs else []
-    first = {rank: min(waits, key=_number) for rank, r in enumerate(found) if (waits := _waits(r))}
+    found = [read(logs, rank) for rank in range(read(logs, 0).get("world_size", 0))]
+    first = {
+        rank: min(waits, key=itemgetter("number"))
+        for rank, record in enumerate(found)
+        if (waits := record.get("collectives"))
+    }
     if not first:
         return None
-    absent = [rank for rank in range(len(found)) if rank not in first]
-    if absent:
-        rank = absent[0]
-        waiting = min(first, key=lambda rank: _number(first[rank]))
-        named = _named(first[waiting], waiting, found)
-        more = f" (nor did rank {', '.join(map(str, absent[1:]))})" if absent[1:] else ""
-        return _of(rank, found, f"did not come to {named}{more}: {whereabouts(found[rank])}")
-    calls = {rank: (c["group"], c["number"], c["kind"], c["sizes"]) for rank, c in first.items()}
-    times = Counter(map(str, calls.values()))
-    rank = min(reversed(calls), key=lambda rank: times[str(calls[rank])])
-    other = next((r for r in calls if calls[r] != calls[rank]), None)
-    if other is None:
-        named = _named(first[0], 0, found)
-        says = f"all ranks came to {named}: the network between them is cut, or very slow"
+    alike = itemgetter("group", "number", "kind", "sizes")
+    same = {rank: str(alike(call)) for rank, call in first.items()}
+    usual = Counter(same.values()).most_common(1)[0][0]
+    unlike = [rank for rank in first if same[rank] != usual]
+    if absent := [rank for rank in range(len(found)) if rank not in first]:
+        rank, *more = absent
+        waiting = min(first, key=lambda rank: first[rank]["number"])
+        also = f" (nor did rank {', '.join(map(str, more))})" if more else ""
+        call = _call(first[waiting], f", which {found[waiting]['who']} calls")
+        says = f"did not come to {call}{also}: {whereabouts(found[rank])}"
+    elif unlike:
+        rank, other = unlike[0], next(rank for rank in first if same[rank] == usual)
+        theirs = f"{found[other]['who']} calls {_call(first[other])}"
+        says = f"calls {_call(first[rank])}, while {theirs}: they must be the same"
+    else:
+        call = _call(first[0], f", which {found[0]['who']} calls")
+        says = f"all ranks came to {call}: the network between them is cut, or very slow"
         return Verdict(-1, "", says, "")
-    theirs = f"rank {other} on {found[other]['host']} calls {_call(first[other])}"
-    return _of(rank, found, f"calls {_call(first[rank])}, while {theirs}: they must be the same")
-
-
-def _of(rank: int, found: list[Record], says: str) -> Verdict:
-    who = f"rank {rank} on {found[rank]['host']}"
-    stack = c_stack(found[rank]) or found[rank].get("stack", "")
+    who, stack = found[rank]["who"], found[rank].get("c_stack") or found[rank].get("stack", "")
     return Verdict(rank, who, says, f"{who} is here (Python stack):\n{stack}" if stack else "")
 
 
-def _number(collective: Record) -> int:
-    return int(collective["number"])
-
-
-def _waits(record: Record) -> list[Record]:
-    """The collectives that a rank waits for."""
-    return [c for c in record.get("collectives", ()) if not c["done"]]
-
-
-def _call(collective: Record) -> str:
-    return "{kind} {number} at {place}".format(**collective)
-
-
-def _named(collective: Record, rank: int, found: list[Record]) -> str:
-    return (
-        "{kind} {number}, which ".format(**collective)
-        + f"rank {rank} on {found[rank]['host']} calls at {collective['place']}"
-    )
-
-
-def c_stack(record: Record) -> str:
-    """The main thread's part of the newest stack that faulthandler wrote, the last one in it."""
-    threads = re.split(r"(?m)^(?:Current thread|Thread) .*\n", record.get("c_stack", ""))
-    return threads[-1].strip("\n") if len(threads) > 1 else ""
+def _call(collective: Record, by: str = "") -> str:
+    return f"{collective['kind']} {collective['number']}{by} at {collective['place']}"
 
 
 def whereabouts(record: Record) -> str:
     """Where a rank is, in a few words."""
-    if stack := c_stack(record):
-        file, line, name = re.findall(r'File "(.*)", line (\d+) in (.*)', stack)[0]
+    if found := re.search(r'File "(.*)", line (\d+) in (.*)', record.get("c_stack", "")):
+        file, line, name = found.groups()
         return f"it is in C code that keeps the GIL, called at {file}:{line} ({name})"
     if place := record.get("place"):
         return f"it is at {place}"

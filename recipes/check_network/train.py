@@ -32,7 +32,7 @@ if not __package__:  # started as a file: the repository is not on the path yet
 import torch
 import torch.distributed as dist
 
-from common import cli
+from common import cli, log
 from common.errors import PeerError, TrainingError
 from common.files import result_folder, write_json
 from common.group.collectives import agreed, broadcast, gather
@@ -44,7 +44,7 @@ from common.launch.ranks import Ranks
 from common.manifest import describe_run
 from common.run.announce import device_in_words
 from common.run.options import flatten
-from common.terminal import log, set_up_logs
+from common.terminal import set_up_logs
 from recipes.check_network.report import report
 
 NAME = "check_network"

@@ -6,7 +6,6 @@ fewer while they may fit. On a CPU, each number is measured in a fork of a proce
 trained yet, because memory that a process has freed still counts as resident.
 """
 
-import logging
 import math
 import os
 import re
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from common import log
 from common.errors import STOP_SIGNALS, InputError, TrainingError
 from common.files import mebibytes, read_json, write_json
 from common.group.devices import synchronize
@@ -34,8 +34,6 @@ from recipes.checkpoint_rnn.adding import (
     train_step,
 )
 from recipes.checkpoint_rnn.memory import PeakMemory
-
-log = logging.getLogger("recipes")
 
 MARGIN = 1.15
 """Share of the budget that a number may use is 1 / MARGIN: memory varies and grows over steps."""

@@ -32,21 +32,21 @@ if not __package__:  # started as a file: the repository is not on the path yet
 
 import torch
 
-from common import cli
+from common import cli, log
 from common.data.batches import DeviceBatches
 from common.data.stream import GlobalBatches, fixed_batches, make_loader
 from common.group.devices import choose_device
 from common.group.process_group import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
-from common.options import free
+from common.options import free, refuse_below
 from common.run.announce import announce
 from common.run.folder import Run
 from common.run.loop import Loop
 from common.run.options import RunOptions
 from common.seeds import mixed_precision, seed_everything, set_determinism
 from common.snapshots.state import Stateful
-from common.terminal import log, set_up_logs
+from common.terminal import set_up_logs
 from common.training.evaluate import evaluate
 from common.training.optimizer import ScheduleOptions, set_lr
 from recipes.checkpoint_rnn.adding import (
@@ -86,17 +86,12 @@ class Config:
     def __post_init__(self) -> None:
         """Refuse values and combinations that cannot work."""
         segments, budget = self.checkpoint.segments, self.checkpoint.memory_budget
-        for name, value, minimum in (
-            *((name, value, 1) for name, value in asdict(self.sequence).items()),
-            ("length", self.sequence.length, 4),
-            ("input_size", self.sequence.input_size, 2),
-            ("hidden_size", self.network.hidden_size, 1),
-            ("layers", self.network.layers, 1),
-            ("memory_budget", 1 if budget is None else budget, 1),
-            ("segments", 1 if segments == "auto" else segments, 1),
-        ):
-            if value < minimum:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least {minimum}: {value}")
+        least = {**dict.fromkeys(asdict(self.sequence), 1), "length": 4, "input_size": 2}
+        refuse_below(self.sequence, **least)
+        refuse_below(self.network, hidden_size=1, layers=1)
+        refuse_below(self.checkpoint, memory_budget=1)
+        if segments != "auto":
+            refuse_below(self.checkpoint, segments=1)
         if segments != "auto" and segments > self.sequence.length:
             raise ValueError(
                 f"--segments {segments} is more than the {self.sequence.length} time steps"

@@ -35,7 +35,7 @@ from common.group.process_group import process_group
 from common.launch.port import listen
 from common.launch.process import end_process, run_rank
 from common.launch.ranks import Ranks
-from common.launch.start import Child, make_error_file, supervise
+from common.launch.start import Child, prepare_launch, supervise
 from common.replicas import audit
 from common.run.announce import announce
 from common.run.folder import Run
@@ -178,14 +178,12 @@ def worker(local_rank: int, config: Config, nproc: int, store: socket) -> None:
 def spawn(config: Config, nproc: int, port: int) -> int:
     """Start `nproc` ranks on this machine and wait for them; returns the exit status."""
     with listen("127.0.0.1", port) as store:
-        errors = make_error_file()
+        prepare_launch()
         context = start_processes(
             worker, (config, nproc, store), nprocs=nproc, join=False, start_method="spawn"
         )
     processes = enumerate(context.processes)
-    return supervise(
-        [Child(r, p.pid, partial(getattr, p, "exitcode")) for r, p in processes], errors
-    )
+    return supervise([Child(r, p.pid, partial(getattr, p, "exitcode")) for r, p in processes])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

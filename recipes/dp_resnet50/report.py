@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from common import log
 from common.files import mebibytes
-from common.terminal import log
 
 
 class Utilization:

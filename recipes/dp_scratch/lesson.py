@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, cross_entropy
 
+from common import log
 from common.figure import save_figure
 from common.files import write_json
 from common.seeds import seed_everything
-from common.terminal import log, progress_bar
+from common.terminal import progress_bar
 from common.training.evaluate import evaluate
 from recipes.dp_scratch.lenet import lenet
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from common.terminal import log
+from common import log
 
 
 def show_steps(

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from common import cli
+from common import cli, log
 from common.data.datasets import DataOptions, load_data
 from common.data.loaders import make_loaders
 from common.errors import InputError
@@ -46,7 +46,7 @@ from common.run.loop import Loop
 from common.run.options import RunOptions
 from common.seeds import mixed_precision, seed_everything, set_determinism
 from common.snapshots.state import Stateful
-from common.terminal import log, set_up_logs
+from common.terminal import set_up_logs
 from common.training.evaluate import evaluate
 from common.training.optimizer import ScheduleOptions
 from recipes.dp_scratch.lenet import initialize, lenet, refuse_other_images

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from common import log
 from common.data.datasets import Data, LoaderOptions
 from common.data.stream import Key, Samples
 from common.errors import InputError
 from common.group.collectives import agreed
 from common.options import free
-from common.terminal import log
 
 VOCABULARY = 256
 """A token is a byte of UTF-8: every text has tokens, and no list of them must be kept."""

@@ -40,7 +40,7 @@ from common.group.devices import choose_device
 from common.group.process_group import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
-from common.options import free
+from common.options import free, refuse_below
 from common.run.announce import announce
 from common.run.folder import Run
 from common.run.loop import Loop
@@ -93,7 +93,7 @@ class AdamWOptions(ScheduleOptions):
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
         super().__post_init__()
-        self._refuse_below(weight_decay=0)
+        refuse_below(self, weight_decay=0)
         if not self.clip_grad_norm > 0:
             raise ValueError(f"--clip-grad-norm must be positive, got {self.clip_grad_norm}")
 

@@ -12,13 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.flop_counter import FlopCounterMode
 
+from common import log
 from common.data.datasets import ArraySamples, Data
 from common.errors import InputError
 from common.group.collectives import gather_to_rank_0
 from common.group.devices import choose_devices
 from common.launch.ranks import Ranks
 from common.options import free
-from common.terminal import log
 from common.training.ddp import warm_up
 from common.training.models import ModelOptions, build_model
 

@@ -29,7 +29,7 @@ if not __package__:  # started as a file: the repository is not on the path yet
 
 import torch
 
-from common import cli
+from common import cli, log
 from common.data.datasets import DataOptions, load_data
 from common.data.stream import GlobalBatches, make_loader
 from common.data.workers import done, most_workers, recommend, sweep
@@ -41,9 +41,10 @@ from common.hints import SHARED_MEMORY_HINT
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
 from common.manifest import describe_run
+from common.options import refuse_below
 from common.run.announce import device_in_words
 from common.run.options import flatten
-from common.terminal import log, progress_bar, set_up_logs
+from common.terminal import progress_bar, set_up_logs
 from common.throughput import samples_per_s
 from recipes.tune_loader.streams import make_item_loader, make_stream_loader
 
@@ -76,13 +77,7 @@ class TuneOptions:
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
-        if self.seed < 0:
-            raise ValueError(f"--seed must be at least 0, got {self.seed}")
-        for name in ("global_batch_size", "samples", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
-        if self.max_workers is not None and self.max_workers < 0:
-            raise ValueError(f"--max-workers must be 0 or more, got {self.max_workers}")
+        refuse_below(self, seed=0, max_workers=0, global_batch_size=1, samples=1, rounds=1)
 
 
 @dataclass(frozen=True)

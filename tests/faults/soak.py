@@ -41,7 +41,7 @@ from common.files import read_metrics, weights_sha256, write_json
 from common.launch.port import listen
 from common.launch.process import run_rank
 from common.launch.ranks import Ranks
-from common.launch.start import Child, LaunchOptions, make_error_file, supervise
+from common.launch.start import Child, LaunchOptions, prepare_launch, supervise
 from common.machine import describe_machine
 from common.restart import with_restarts
 from common.run.options import RunOptions
@@ -239,10 +239,10 @@ def be_launcher(folder: Path) -> None:
     log_to(said(folder))
 
     def ranks(nproc: int) -> int:
-        reports = make_error_file()
+        prepare_launch()
         processes = enumerate(start(nproc, folder, DEVICES[0]))
         return supervise(
-            [Child(r, p.pid or 0, partial(getattr, p, "exitcode")) for r, p in processes], reports
+            [Child(r, p.pid or 0, partial(getattr, p, "exitcode")) for r, p in processes]
         )
 
     os._exit(with_restarts(ranks, DEVICES[0], LaunchOptions(restarts=99, shrink=True)))

@@ -54,7 +54,7 @@ def measure(ranks: Ranks, folder: Path) -> dict[str, list[float]]:
         copies.append((ddp, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)))
     clock.follow(*copies[1])
     agreement, progress = StopAgreement(), SimpleNamespace(step=0)
-    watch = Watch(folder, ranks.rank, 2, "cpu", 60.0, progress)
+    watch = Watch(folder, ranks.rank, {"world_size": 2}, 60.0, lambda: progress.step)
     found: dict[str, list[float]] = {way: [] for way in (*WAYS, "look")}
     for block in range(BLOCKS):
         # There and back again: no way always comes first.
