@@ -434,7 +434,7 @@ def summary(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n == "dp_resnet50" else n for n in SMALL],
+    [pytest.param(n, marks=pytest.mark.slow) if n in ("dp_resnet50", "fsdp") else n for n in SMALL],
 )
 def test_interrupted_and_resumed_is_uninterrupted(pool: Pool, tmp_path: Path, name: str) -> None:
     def run(folder: str, *more: str) -> dict[str, Any]:
