@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
 
 from common import cli
 from common.errors import STATUS_FINISHED, InputError
@@ -30,7 +29,7 @@ from common.group.process_group import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks, resolve
 from common.snapshots.shards import local_part
-from recipes.fsdp.memory import KINDS, count, held, saved
+from recipes.fsdp.memory import KINDS, HeapGrowth, count, held, saved
 from recipes.fsdp.model import Transformer
 from recipes.fsdp.parallel import ParallelOptions, make_adamw, make_mesh, parallelise
 from recipes.fsdp.text import VOCABULARY
@@ -90,6 +89,8 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
         sizes = (1, 1, 1) if way == "DDP" else (1, ranks, 1)
         samples, context = batch_size // ranks, config.text.context
         said = count(sizes, options, config.model, samples, context, dtype, dtype)
+        if way == "DDP":  # its gradients stay in buckets, and it gathers nothing
+            said["peak"] = sum(said[kind] for kind in KINDS if kind != "gathered")
         memory.append(
             [
                 name,
@@ -98,7 +99,7 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
                 f"{paper(way, ranks):.2f}",
                 mebibytes(last["activations"]),
                 mebibytes(median(found, "peak")),
-                mebibytes(sum(said.values())),
+                mebibytes(said["peak"]),
             ]
         )
         formula = SENT[way] * (ranks - 1) / ranks
@@ -116,8 +117,8 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
     title = (
         f"A transformer of {numbers / 1e6:.1f} million parameters, {dtype}, global batch "
         f"{batch_size} x {config.text.context} tokens: memory of the rank that needs most. "
-        "`gathered`: whole parameters that a rank still holds after its forward pass. `peak`: all "
-        "tensors at once, from the allocator. `counted`: what `--dry-run` adds up."
+        "`gathered`: whole parameters that a rank still holds after its forward pass. `peak`: most "
+        "at once, from the allocator. `counted`: the peak that `--dry-run` counts."
     )
     columns = [
         "ranks",
@@ -146,9 +147,7 @@ def main() -> None:
     torch.set_num_threads(config.run.cpu_threads)
     device = choose_device(config.run.device, ranks)
     with process_group(ranks, device, config.run.backend, config.run.timeout_s):
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-            found = train(way, config, ranks, device)
-        found["peak"] = peak_bytes(seen, device)
+        found = train(way, config, ranks, device)
         every = gather_to_rank_0(found)
     if ranks.is_main:  # seconds are about the same on all ranks
         write_json(file, {key: max(one[key] for one in every) for key in found})
@@ -169,43 +168,39 @@ def train(way: str, config: Config, ranks: Ranks, device: torch.device) -> dict[
     optimizer = make_adamw(model, config.optimizer.lr, config.optimizer.weight_decay)
     samples = config.optimizer.total_batch_size(ranks.world_size) // ranks.world_size
     tokens = torch.randint(0, VOCABULARY, (samples, config.text.context), device=device)
-    bytes_held: dict[str, float] = {}
-    seconds, sent = [], 0
-    for step in range(-2, STEPS):
-        dist.barrier()
-        before, start_s = sent_bytes(), time.perf_counter()
 
-        def forward() -> torch.Tensor:
-            return cross_entropy(ddp(tokens).transpose(1, 2), tokens)
+    def forward() -> torch.Tensor:
+        return cross_entropy(ddp(tokens).transpose(1, 2), tokens)
 
-        if step < 0:
-            kept, loss = saved(model, forward)
-            whole = [p.nbytes for p in model.parameters() if not isinstance(p, DTensor)]
-            loss.backward()
-            bytes_held = {**held(model, optimizer), "activations": kept}
-            bytes_held["gathered"] = sum(whole) if way != "DDP" else 0
-        else:
-            forward().backward()
+    def finish(loss: torch.Tensor) -> None:
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         synchronize(device)
-        if step >= 0:
-            seconds.append(time.perf_counter() - start_s)
-            sent += sent_bytes() - before
-    return {**bytes_held, "step_s": statistics.median(seconds), "sent": sent / STEPS}
 
-
-def peak_bytes(seen: profile, device: torch.device) -> int:
-    """Most bytes that tensors held at once, of all that was allocated under the profiler."""
+    finish(forward())  # DDP's buckets and FSDP2's buffers exist from now on
+    kept, loss = saved(model, forward)
+    whole = [p.nbytes for p in model.parameters() if not isinstance(p, DTensor)]
+    loss.backward()
+    found = {**held(model, optimizer), "activations": kept}
+    found["gathered"] = sum(whole) if way != "DDP" else 0
+    optimizer.step()
+    optimizer.zero_grad()
+    with HeapGrowth() as step:
+        finish(forward())
+    found["peak"] = found["parameters"] + found["optimizer"] + step.bytes
+    if way == "DDP":  # its buckets hold the gradients between two steps, too
+        found["peak"] += found["gradients"]
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    events: list[Any] = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
-    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-    now = most = 0
-    for _, change in sorted(changes):
-        now += change
-        most = max(most, now)
-    return most
+        found["peak"] = torch.cuda.max_memory_allocated(device)
+    seconds, sent = [], 0
+    for _ in range(STEPS):
+        dist.barrier()
+        before, start_s = sent_bytes(), time.perf_counter()
+        finish(forward())
+        seconds.append(time.perf_counter() - start_s)
+        sent += sent_bytes() - before
+    return {**found, "step_s": statistics.median(seconds), "sent": sent / STEPS}
 
 
 def sent_bytes() -> int:

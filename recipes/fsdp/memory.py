@@ -3,6 +3,8 @@
 Source: Rajbhandari et al. 2019, "ZeRO" (arXiv 1910.02054), section 5 and figure 1.
 """
 
+import ctypes
+import gc
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode  # on `meta`, attention keeps other results
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.files import mebibytes
 from common.snapshots.shards import local_part
@@ -21,6 +24,8 @@ from recipes.fsdp.text import VOCABULARY
 
 Bytes = dict[str, int]
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations")
+"""What `count` counts, beside `peak`: most bytes at once, less than the sum of all kinds, because
+gradients come while activations go."""
 
 
 def count(
@@ -32,11 +37,12 @@ def count(
     dtype: torch.dtype,
     compute: torch.dtype,
 ) -> Bytes:
-    """Bytes of the rank that holds most, by kind.
+    """Bytes of the rank that holds most, by kind, and their `peak`.
 
-    `gathered` is what FSDP gathers for a while: the ends of the model, the block that computes, the
-    next one, and the whole gradients of a block before they are sent. The allocator's gaps, the
-    buffers of NCCL or gloo, and temporary results inside an operation are not counted.
+    `gathered` is what FSDP2 holds whole for a while, as in torch 2.15: the parameters and gradients
+    of the model's ends and of the block in its backward pass, the parameters of the next block, and
+    the gradients of the block before while they are sent. Of the gradients of activations, only the
+    largest are counted. The allocator's gaps and the buffers of NCCL or gloo are not.
 
     Args:
         sizes: replicas, shards and ranks of tensor parallelism.
@@ -72,15 +78,23 @@ def count(
             )
     finally:
         torch.set_default_dtype(before)
-    parameters = held * dtype.itemsize
-    whole = min(2, len(blocks)) if options.reshard_after_forward else len(blocks)
-    gathered = (ends + (whole + 1) * blocks[0]) * compute.itemsize
-    activations = model.layers * (x.nbytes if options.recompute else one) + rest
-    activations += one if options.recompute else 0
-    gathered = gathered if shards > 1 else 0
-    return dict(
-        zip(KINDS, (parameters, parameters, 2 * parameters, gathered, activations), strict=True)
-    )
+    own, whole = held * dtype.itemsize, blocks[0] * compute.itemsize
+    kept, again = (x.nbytes, one) if options.recompute else (one, 0)
+    activations = model.layers * kept + again + rest
+    unfreed = 0 if options.reshard_after_forward else model.layers * whole
+    loss = rest + 2 * samples * context * VOCABULARY * dtype.itemsize  # gradients of the logits
+    gathered, peak = 0, max(4 * own, 3 * own + unfreed + model.layers * kept + loss)
+    again += 4 * x.nbytes // tensor  # gradient of a block's widest activation
+    for done in range(model.layers):  # blocks whose backward pass is over
+        left = model.layers - done
+        there = 1 + (left > 1 and shards > 1) if options.reshard_after_forward else left
+        now = 2 * ends * compute.itemsize + (there + 1) * whole
+        now += blocks[0] * dtype.itemsize if done else 0  # held until it is sent
+        gradients = own * done // model.layers
+        peak = max(peak, 3 * own + gradients + now + left * kept + again)
+        gathered = max(gathered, now)
+    found = (own, own, 2 * own, gathered, activations, peak)
+    return dict(zip((*KINDS, "peak"), found, strict=True))
 
 
 def table(config: Any, world_size: int, device: torch.device) -> str:
@@ -100,14 +114,13 @@ def table(config: Any, world_size: int, device: torch.device) -> str:
     larger = [n for n in (8, 64, 512) if n != world_size and n % copies == 0]
     lines = [
         f"bytes of a rank, counted; {samples} samples of {context} tokens per step and rank",
-        f"{'replicas x shards x tensor':<28}" + "".join(f"{k:>14}" for k in (*KINDS, "total")),
+        f"{'replicas x shards x tensor':<28}" + "".join(f"{k:>14}" for k in (*KINDS, "peak")),
     ]
     for mesh in (sizes, *(replace(options, shard=0).sizes(n) for n in larger)):
         compute = torch.bfloat16 if bf16 else dtype
         found = count(mesh, options, config.model, samples, context, dtype, compute)
-        cells = [*found.values(), sum(found.values())]
         name = f"{' x '.join(map(str, mesh))} = {math.prod(mesh)} ranks"
-        lines.append(f"{name:<28}" + "".join(f"{mebibytes(cell):>14}" for cell in cells))
+        lines.append(f"{name:<28}" + "".join(f"{mebibytes(n):>14}" for n in found.values()))
     return "\n".join(lines)
 
 
@@ -137,3 +150,31 @@ def saved(model: nn.Module, forward: Callable[[], Tensor]) -> tuple[int, Tensor]
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         result = forward()
     return sum(kept.values()), result
+
+
+class HeapGrowth(TorchDispatchMode):
+    """By how many bytes the heap of this process grows, as seen after each operation on tensors.
+
+    torch's profiler is no measure of it: it misses what gloo's threads free (torch 2.15).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        gc.collect()  # FSDP2's objects form cycles
+        self.begin, self.bytes = heap_bytes(), 0
+
+    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do the operation, then look."""
+        result = function(*args, **(kwargs or {}))
+        self.bytes = max(self.bytes, heap_bytes() - self.begin)
+        return result
+
+
+def heap_bytes() -> int:
+    """Bytes that this process has allocated: hblkhd and uordblks of glibc's mallinfo2."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = type(
+        "Info", (ctypes.Structure,), {"_fields_": [("a", ctypes.c_size_t * 10)]}
+    )
+    sizes = mallinfo2().a
+    return int(sizes[4] + sizes[7])
