@@ -1,11 +1,12 @@
-"""`make gpu-check`: the laws that need a GPU, on one of them, in a few minutes; writes JSON.
+"""`make gpu-check`: laws and measurements that need a GPU, on one of them; writes JSON.
 
-One GPU cannot show NCCL between GPUs: that takes one process a GPU. What it shows: the NCCL path at
-world size 1, several gloo ranks on one card (SyncBatchNorm's law, virtual ranks), determinism and
-its price, exact resume, mixed precision, dp_resnet50 and model_parallel_toy on one GPU,
-checkpoint_rnn --compare on cuDNN's LSTM, and the speed of ResNet-50 beside what the card allows.
-`python -m tests.gpu_check --device cpu` runs the same without SyncBatchNorm, to try the
-script itself.
+One GPU cannot show NCCL between GPUs: that takes one process per GPU. What it shows: the NCCL path
+at world size 1, several gloo ranks on one card (SyncBatchNorm's law, virtual ranks, fsdp), the same
+bits twice, exact resume, mixed precision, dp_resnet50 and model_parallel_toy on one GPU; then the
+speed of ResNet-50 beside what the card allows, the price of options, fsdp's memory and speed, and
+checkpoint_rnn --compare on cuDNN's LSTM. The laws, which take no times, run four at once.
+`python -m tests.gpu_check --device cpu` runs the same with fewer steps and without SyncBatchNorm,
+to try the script itself.
 """
 
 import argparse
@@ -17,15 +18,34 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from common.files import read_metrics
+from recipes.fsdp.memory import count
+from recipes.fsdp.model import TransformerOptions
+from recipes.fsdp.parallel import ParallelOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = Path(__file__).parent / "results" / "gpu_check.json"
+
+
+RECORDED = """
+import sys, torch, torch.distributed as dist
+from common.group.process_group import process_group
+from common.launch.ranks import Ranks
+from common.watch.record import _collectives
+device = torch.device(sys.argv[1])
+with process_group(Ranks(), device, "auto", 60):
+    dist.all_reduce(tensor := torch.ones(3, device=device))
+    tensor.tolist()  # waits for it
+    print(_collectives())
+"""
+"""Prints the collectives that torch's flight recorder has seen, as `common.watch` reads them."""
 
 
 def start(folder: Path, name: str, *options: str) -> str:
@@ -57,11 +77,15 @@ def largest_difference(a: dict[str, Any], b: dict[str, Any]) -> float:
     return max(float(abs(x - y) / abs(x)) for x, y in pairs)
 
 
-def checks(device: str, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Name to function; each returns what it measured with a bool `holds`."""
+Checks = dict[str, Callable[[], dict[str, Any]]]
+
+
+def checks(device: str, folder: Path) -> dict[str, Checks]:
+    """By group, name to function; each returns what it measured with a bool `holds`."""
     base = ("--device", device, "--epochs", "3", "--log-every", "1")
+    few = () if device == "cuda" else ("--max-steps", "2")
     sync = ("--norm", "batch", "--sync-bn") if device == "cuda" else ()
-    resnet = ("--data", "fake", "--model", "resnet18", "--norm", "batch")
+    resnet = ("--data", "fake", "--model", "resnet18", "--norm", "batch", *few)
 
     def same_bits(precision: str) -> dict[str, Any]:
         first, second = (
@@ -96,34 +120,76 @@ def checks(device: str, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]
         )
         return {"holds": same, "samples_per_s": [one["samples_per_s"], two["samples_per_s"]]}
 
-    def price_of_determinism() -> dict[str, Any]:
-        images = (
-            "--data",
-            "fake",
-            "--model",
-            "resnet50",
-            "--image-size",
-            "128",
-            "--nproc",
-            "1",
-            "--device",
-            device,
-            "--precision",
-            "bf16",
-            "--epochs",
-            "4",
-            "--num-workers",
-            "8",
-            "--max-steps",
-            "40" if device == "cuda" else "2",
-        )
-        ways = ("--deterministic", "--no-deterministic")
-        speeds: dict[str, list[float]] = {way: [] for way in ways}
-        for n in range(3):
-            for way in ways:
-                found = run(folder / f"price{way}{n}", *images, way)
-                speeds[way].append(found["samples_per_s"])
-        return {"holds": True, "samples_per_s": speeds}
+    def prices() -> dict[str, Any]:
+        images = ("--data", "fake", "--model", "resnet50", "--image-size", "128", "--nproc", "1")
+        images += ("--device", device, "--precision", "bf16", "--num-workers", "8", "--epochs")
+        images += ("13", "--max-steps", "200") if device == "cuda" else ("1", "--max-steps", "2")
+        ways = {
+            "default": (),
+            "not deterministic": ("--no-deterministic",),
+            "a snapshot every 20 steps": ("--snapshot-every", "20"),
+            "replicas checked every 20 steps": ("--check-replicas", "20"),
+            "4 virtual ranks": ("--virtual-ranks", "4"),
+        }
+        keys = ("samples_per_s", "elapsed_s")  # samples_per_s is without the snapshots
+        found: dict[str, list[list[float]]] = {way: [] for way in ways}
+        for n in range(2):
+            for way, options in ways.items():
+                one = run(folder / f"price {way} {n}", *images, *options)
+                found[way].append([one[key] for key in keys])
+        return {"holds": True, "measured": keys, "runs": found}
+
+    def recipe_images_per_s() -> dict[str, Any]:
+        size = ("224", "256", "8") if device == "cuda" else ("32", "256", "1")
+        names = ("--image-size", "--global-batch-size", "--epochs")
+        options = [part for pair in zip(names, size, strict=True) for part in pair]
+        options += ["--data", "fake", "--model", "resnet50", "--precision", "bf16", "--nproc", "1"]
+        options += ["--channels-last", "--no-deterministic", "--num-workers", "8", *few]
+        found = run(folder / "speed", "--device", device, *options)
+        return {"holds": True, "batch_size": 256, "images_per_s": found["samples_per_s"]}
+
+    def fsdp_ranks() -> dict[str, Any]:
+        options = ("--device", device, "--backend", "gloo", "--max-steps", "10", "--log-every", "1")
+        found = {}
+        for precision in ("fp64", "fp32"):
+            given = (*options, "--precision", precision)
+            one, two = (
+                run(folder / f"fsdp {precision} {n}", *given, "--nproc", str(n), name="fsdp")
+                for n in (1, 2)
+            )
+            found[precision] = largest_difference(one, two)
+        return {"holds": found["fp64"] < 1e-9 and found["fp32"] < 1e-3, "differences": found}
+
+    def fsdp_memory() -> dict[str, Any]:
+        large = device == "cuda"
+        layers, width, heads, context, samples = (12, 1024, 16, 1024, 16) if large else (2,) * 5
+        width, context = (width, context) if large else (64, 64)
+        sizes = {"layers": layers, "width": width, "heads": heads, "context": context}
+        options = [part for k, v in sizes.items() for part in (f"--{k}", str(v))]
+        options += ["--global-batch-size", str(samples), "--epochs", "1", "--max-steps", "20"]
+        found = run(folder / "fsdp", "--device", device, "--nproc", "1", *options, name="fsdp")
+        model, compute = TransformerOptions(layers, width, heads), torch.bfloat16
+        one = ParallelOptions(), model, samples, context, torch.float32
+        tokens_per_s, parameters = found["samples_per_s"] * context, 12 * layers * width**2
+        return {
+            "holds": True,
+            **sizes,
+            "counted_bytes": count((1, 1, 1), *one, compute if large else torch.float32),
+            "peak_memory_bytes": found["peak_memory_bytes"],
+            "tokens_per_s": tokens_per_s,
+            # Chowdhery et al. 2022, "PaLM" (arXiv 2204.02311), appendix B; half of it is masked.
+            "operations_per_s": tokens_per_s * 6 * (parameters + layers * width * context),
+        }
+
+    def recorder() -> dict[str, Any]:
+        said = finished([sys.executable, "-c", RECORDED, device]).splitlines()[-1]
+        return {"holds": "'all_reduce', 'sizes': [[3]]" in said or device == "cpu", "says": said}
+
+    def doctor() -> dict[str, Any]:
+        command = [sys.executable, "-m", "recipes", "doctor"]
+        said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=420).stdout
+        name = torch.cuda.get_device_name() if device == "cuda" else "no GPU"
+        return {"holds": name in said, "says": said.splitlines()}
 
     def resume() -> dict[str, Any]:
         options = (*base, "--nproc", "1", "--dropout", "0.3")
@@ -137,8 +203,9 @@ def checks(device: str, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]
 
     def data_parallel() -> dict[str, Any]:
         options = ("--data", "fake", "--image-size", "64", "--epochs", "3", "--lr", "0.02")
-        found = run(folder / "dp", "--device", device, *options, name="dp_resnet50")
-        return {"holds": found["world_size"] == 1 and found["val_accuracy"] > 0.5, **found}
+        found = run(folder / "dp", "--device", device, *options, *few, name="dp_resnet50")
+        learned = found["val_accuracy"] > 0.5 and None not in found["gpu_utilization_percent"]
+        return {"holds": found["world_size"] == 1 and (learned or device == "cpu"), **found}
 
     def split() -> dict[str, Any]:
         options = ("--device", device, "--precision", "fp64", "--epochs", "2")
@@ -194,30 +261,40 @@ def checks(device: str, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]
             "processes_for_4000_per_s": math.ceil(4000 / speed),
         }
 
-    return {
-        "one_and_two_ranks_train_alike_in_fp64": one_and_two_ranks,
-        "an_interrupted_run_ends_with_the_same_bits": resume,
+    laws: Checks = {
         "the_same_run_twice_gives_the_same_bits_fp32": lambda: same_bits("fp32"),
         "the_same_run_twice_gives_the_same_bits_bf16": lambda: same_bits("bf16"),
         "virtual_ranks_give_the_same_bits_on_one_and_two_gloo_ranks": virtual_ranks,
-        "what_determinism_costs": price_of_determinism,
-        "resnet50_images_per_s_and_the_same_loss_in_every_setting": images_per_s,
-        "photos_that_a_loading_process_decodes": photos,
+        "one_and_two_ranks_train_alike_in_fp64": one_and_two_ranks,
+        "an_interrupted_run_ends_with_the_same_bits": resume,
+        "fsdp_on_one_and_two_gloo_ranks_trains_alike": fsdp_ranks,
         "dp_resnet50_trains_on_one_device": data_parallel,
         "the_split_model_is_the_whole_one_in_fp64": split,
-        "checkpoint_rnn_uses_a_fifth_of_the_memory_and_auto_keeps_its_budget": checkpointing,
-    } | (
-        {"the_same_run_twice_gives_the_same_bits_fp16": lambda: same_bits("fp16")}
-        if device == "cuda"
-        else {}
-    )
+        "torchs_flight_recorder_is_read": recorder,
+        "the_doctor_knows_the_device": doctor,
+    }
+    if device == "cuda":
+        laws["the_same_run_twice_gives_the_same_bits_fp16"] = lambda: same_bits("fp16")
+    return {
+        "laws": laws,
+        "speed": {
+            "resnet50_images_per_s_and_the_same_loss_in_every_setting": images_per_s,
+            "resnet50_images_per_s_through_the_recipe": recipe_images_per_s,
+            "photos_that_a_loading_process_decodes": photos,
+        },
+        "price": {
+            "what_options_cost": prices,
+            "fsdp_on_one_device": fsdp_memory,
+            "checkpoint_rnn_uses_a_fifth_of_the_memory_and_auto_keeps_its_budget": checkpointing,
+        },
+    }
 
 
 def main() -> int:
     """Run all checks; 0 if all hold, 1 if not, 2 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--only", nargs="+", metavar="CHECK", help="checks, into --output")
+    parser.add_argument("--only", nargs="+", metavar="CHECK", help="checks; or laws, speed, price")
     parser.add_argument("--output", type=Path, default=RESULT, help="the JSON file to write")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -238,24 +315,34 @@ def main() -> int:
         "cuda": torch.version.cuda,
         "checks": {},
     }
-    arguments.output.parent.mkdir(exist_ok=True)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        available = checks(arguments.device, Path(folder))
-        if unknown := set(arguments.only or ()) - available.keys():
+        groups = checks(arguments.device, Path(folder))
+        available = {name: check for group in groups.values() for name, check in group.items()}
+        wanted = [one for name in arguments.only or groups for one in groups.get(name, [name])]
+        if unknown := set(wanted) - available.keys():
             parser.error(f"no check {', '.join(sorted(unknown))}")
-        for name in arguments.only or available:
+
+        def measured(name: str) -> dict[str, Any]:
             start_s = time.monotonic()
             try:
                 found = available[name]()
-            except (RuntimeError, ImportError, subprocess.TimeoutExpired) as error:
-                found = {"holds": False, "error": str(error)}
-            found["elapsed_s"] = round(time.monotonic() - start_s, 1)
-            result["checks"][name] = found
-            print(
-                f"{'holds' if found['holds'] else 'FAILS'}  {name}  {found['elapsed_s']} s",
-                flush=True,
-            )
-            arguments.output.write_text(json.dumps(result, indent=2) + "\n")  # what is there stays
+            except Exception as error:  # the other checks must still run
+                found = {"holds": False, "error": f"{type(error).__name__}: {error}"}
+            return {**found, "elapsed_s": round(time.monotonic() - start_s, 1)}
+
+        laws, others = ([n for n in wanted if (n in groups["laws"]) == is_law] for is_law in (1, 0))
+        with ThreadPoolExecutor(4 if cuda else 1) as at_once:
+            for name, found in chain(
+                zip(laws, at_once.map(measured, laws), strict=True),
+                ((name, measured(name)) for name in others),
+            ):
+                result["checks"][name] = found
+                print(
+                    f"{'holds' if found['holds'] else 'FAILS'}  {name}  {found['elapsed_s']} s",
+                    flush=True,
+                )
+                arguments.output.write_text(json.dumps(result, indent=2) + "\n")
     return 0 if all(found["holds"] for found in result["checks"].values()) else 1
 
 

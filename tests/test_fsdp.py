@@ -25,6 +25,7 @@ from torch.nn.functional import cross_entropy
 
 from common.errors import InputError, PeerError, TrainingError
 from common.files import weights_sha256
+from common.group import process_group
 from common.launch.ranks import Ranks
 from common.snapshots import files as snapshot_files
 from common.snapshots.checked import load_data_only
@@ -163,6 +164,23 @@ def test_a_wrong_reduction_would_be_seen(pool: Pool, fault: str) -> None:
     weights = together([last for _, last, _ in found], expected)
     assert difference(weights, expected) > 1e-6
     assert found[0][2] != pytest.approx(norms, rel=1e-6)
+
+
+def groups_of_a_mesh(_ranks: Ranks) -> dict[str, float]:
+    """Each group's name, and how long a rank waits in it [s]."""
+    groups: list[Any] = parallel.make_mesh(CPU, (2, 2, 1)).get_all_groups()
+    return {g.group_name: g._get_backend(CPU).options._timeout.total_seconds() for g in groups}
+
+
+def kept(_ranks: Ranks) -> set[str]:
+    return {group.group_name for group in process_group._kept}
+
+
+def test_a_rank_waits_in_a_meshs_groups_as_long_as_in_the_runs_own(pool: Pool) -> None:
+    found = pool.run(in_group, 4, groups_of_a_mesh)
+    assert [set(waits_s.values()) for waits_s in found] == [{60.0}] * 4
+    for waits_s, names in zip(found, pool.run(kept, 4), strict=True):
+        assert waits_s.keys() <= names, "their destructors can deadlock (torch 2.11)"
 
 
 def test_windows_are_a_pure_function_of_seed_epoch_and_index() -> None:

@@ -6,9 +6,11 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.errors import InputError, StopRequested
 from common.group.collectives import gather
@@ -93,16 +95,20 @@ def gloo_does_not_disturb(backend: str) -> Iterator[None]:
             os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
 
 
-_kept: list[dist.ProcessGroup | None] = []
+def make_mesh(device: torch.device, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """All ranks as a mesh with named dimensions. A collective.
 
-
-def keep_until_exit(group: dist.ProcessGroup | None) -> None:
-    """Keep a reference to a gloo group, whose destructor can deadlock.
-
-    Up to torch 2.11, it waits for the group's thread while it holds the GIL. That thread may need
-    the GIL to free the last collective's tensors: one run in twenty hung at its end.
+    In its groups a rank waits as long as in the group of all ranks. By themselves they would wait
+    for 30 minutes.
     """
-    _kept.append(group)
+    with gloo_does_not_disturb(dist.get_backend()):
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    c10d: Any = dist.distributed_c10d
+    set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout  # before torch 2.15
+    of_all: Any = dist.group.WORLD
+    for group in mesh.get_all_groups():
+        set_timeout(of_all._get_backend(torch.device("cpu")).options._timeout, group)
+    return mesh
 
 
 def group_for_threads() -> dist.ProcessGroup:
@@ -110,13 +116,20 @@ def group_for_threads() -> dist.ProcessGroup:
     with gloo_does_not_disturb("gloo"):
         group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
-    keep_until_exit(group)
     return group
+
+
+_kept: list[dist.ProcessGroup] = []
+"""All gloo groups until the process exits, because a group's destructor can deadlock.
+
+Up to torch 2.11, it waits for the group's thread while it holds the GIL. That thread may need the
+GIL to free the last collective's tensors: one run in twenty hung at its end.
+"""
 
 
 def _leave() -> None:
     record.stop()
-    keep_until_exit(dist.group.WORLD)
+    _kept.extend(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
 
 

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map_only
 
 from common import log
 from common.errors import InputError, multiples_near
-from common.group.process_group import gloo_does_not_disturb, keep_until_exit
+from common.group.process_group import gloo_does_not_disturb
 from common.replicas import fingerprint
 from common.seeds import rng_state, seed_torch, set_rng_state
 from common.training.ddp import chunks
@@ -103,7 +103,6 @@ class Tree:
                 mine, _ = dist.new_subgroups_by_enumeration(pairs, timeout=timeout)
             assert isinstance(mine, dist.ProcessGroup)
             self._partners.append(mine)
-            keep_until_exit(mine)
             distance *= 2
 
     def add_own(self, terms: Sequence[Tensor]) -> Tensor:

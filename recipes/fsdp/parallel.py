@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from common.errors import InputError
-from common.group.process_group import gloo_does_not_disturb
+from common.group import process_group
 from common.options import free
 from common.seeds import mix
 from common.snapshots.shards import holds_first, local_part
@@ -84,8 +84,7 @@ class ParallelOptions:
 
 def make_mesh(device: torch.device, sizes: tuple[int, int, int]) -> DeviceMesh:
     """All ranks as `replica` x `shard` x `tensor`: tensor parallelism among neighbours."""
-    with gloo_does_not_disturb(dist.get_backend()):
-        return init_device_mesh(device.type, sizes, mesh_dim_names=("replica", "shard", "tensor"))
+    return process_group.make_mesh(device, sizes, ("replica", "shard", "tensor"))
 
 
 def parallelise(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from common.errors import InputError
 from common.figure import save_figure
 from common.files import write_json
+from common.group import process_group
 from common.group.collectives import gather_to_rank_0
 from common.group.devices import synchronize
-from common.group.process_group import gloo_does_not_disturb
 from common.training.ddp import left_as_it_was
 
 
@@ -29,14 +29,12 @@ def make_mesh(device: torch.device, replicas: int, stages: int) -> DeviceMesh:
     Raises:
         InputError: gloo on GPUs.
     """
-    backend = dist.get_backend()
-    if device.type == "cuda" and backend == "gloo":
+    if device.type == "cuda" and dist.get_backend() == "gloo":
         raise InputError(
             "stages on GPUs need NCCL and one GPU per stage: leave out --backend gloo, or give "
             "--device cpu"
         )
-    with gloo_does_not_disturb(backend):
-        return init_device_mesh(device.type, (replicas, stages), mesh_dim_names=("data", "stage"))
+    return process_group.make_mesh(device, (replicas, stages), ("data", "stage"))
 
 
 class TimedStage(PipelineStage):
