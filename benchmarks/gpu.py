@@ -6,6 +6,7 @@ The data are synthetic and on the device, as in published figures. All steps use
 labels of 10 of 1,000 classes. It is learned quickly, so the losses of two settings can be compared.
 """
 
+import gc
 import json
 import sys
 import time
@@ -111,6 +112,7 @@ def recorded(step: Training) -> tuple[Callable[[], Tensor], list[Tensor]]:
 def images_per_s(setting: Setting, device: torch.device, side: int) -> dict[str, Any]:
     """Train some steps: images/s, peak memory [bytes] and losses, or `out_of_memory`."""
     cuda = device.type == "cuda"
+    gc.collect()  # the compiler's reference cycles keep the last setting's tensors
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
