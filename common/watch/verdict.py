@@ -12,6 +12,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common import ROOT
+
 folder: Path | None = None
 """The records of the run of this process, once it is watched."""
 
@@ -88,6 +90,7 @@ def whereabouts(record: Record) -> str:
     """Where a rank is, in a few words."""
     if found := re.search(r'File "(.*)", line (\d+) in (.*)', record.get("c_stack", "")):
         file, line, name = found.groups()
+        file = file.removeprefix(f"{ROOT}/")
         return f"it is in C code that keeps the GIL, called at {file}:{line} ({name})"
     if place := record.get("place"):
         return f"it is at {place}"
