@@ -69,7 +69,8 @@ def with_restarts(start: Callable[[int], int], nproc: int, options: LaunchOption
         after = reached()
         shrinks = options.shrink and number and (after == before or not after.step)
         processes = max(1, processes // 2) if shrinks else nproc
-        snapshots = (path.name for path in Path(after.folder, "snapshots").glob("step_*.pt"))
+        found = Path(after.folder, "snapshots").glob("step_*.pt") if after.folder else ()
+        snapshots = (path.name for path in found)
         source = f"{max(snapshots, default='the beginning')} on {processes} processes"
         tried[source] += 1
         if number == options.restarts:
