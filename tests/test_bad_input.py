@@ -326,6 +326,7 @@ def test_a_folder_of_another_run_is_left_as_it_is(pool: Pool, tmp_path: Path) ->
     assert contents(tmp_path / "run") == before
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite(recipe: Recipe) -> None:
     result = recipe("ddp_spawn", "--lr", "1e30", "--log-every", "2")
     assert result.status == 1

@@ -137,6 +137,7 @@ def test_clipped_gradients_are_the_same_on_one_and_three_ranks(pool: Pool, tmp_p
     assert unclipped != pytest.approx(one, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_gradients_are_clipped_without_the_loss_scalers_factor(pool: Pool, tmp_path: Path) -> None:
     """With the factor in it, every norm would be far above the limit."""
     losses = {}

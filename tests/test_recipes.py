@@ -587,6 +587,7 @@ def test_a_budget_is_kept_where_the_system_allows_no_more(recipe: Recipe) -> Non
     assert 0 < auto.summary["training_memory_bytes"] <= budget
 
 
+@pytest.mark.slow
 def test_auto_measures_once_and_changes_no_bit(pool: Pool, tmp_path: Path) -> None:
     def run(folder: str, *more: str) -> dict[str, Any]:
         arguments = ["--nproc", "1", "--epochs", "2", *more, "--output-dir", str(tmp_path / folder)]

@@ -237,7 +237,7 @@ def test_an_audit_begins_with_the_buffers_of_the_step(pool: Pool, tmp_path: Path
     [
         ("fp32", 16, ((2, 0), (2, 1), (4, 3), (1, 2))),  # over the end of an epoch
         ("bf16", 3, ((2, 0), (2, 1))),
-        ("fp16", 2, ((2, 0), (2, 1))),
+        pytest.param("fp16", 2, ((2, 0), (2, 1)), marks=pytest.mark.slow),
     ],
 )
 def test_an_audit_changes_no_bit(
@@ -262,6 +262,7 @@ def test_an_audit_changes_no_bit(
     assert all(torch.equal(*pair) for pair in zip(*states[:2], strict=True))
 
 
+@pytest.mark.slow
 def test_through_the_command_line(recipe: Recipe) -> None:
     env = {
         "PYTHONPATH": f"{ROOT / 'tests' / 'faults' / 'inject'}:{ROOT}",

@@ -289,6 +289,7 @@ def test_ctrl_c_says_from_where_the_run_can_resume(recipe: Recipe) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_training_goes_on_when_nobody_reads(recipe: Recipe) -> None:
     """As in `python -m recipes ... 2>&1 | head -1`."""
     command = shlex.join(recipe.command("ddp_launch", *SHORT))

@@ -69,6 +69,7 @@ def test_the_same_bits_when_the_number_changes_in_the_middle_of_an_epoch(
     assert_same_bits(run, reference)
 
 
+@pytest.mark.slow
 def test_clipped_adamw_gives_the_same_bits_on_any_number_of_processes(
     pool: Pool, tmp_path: Path
 ) -> None:
@@ -106,7 +107,9 @@ def test_it_is_the_tree_that_makes_it_so(pool: Pool, tmp_path: Path) -> None:
         assert len(shas) == (2 if replaced else 1)
 
 
-@pytest.mark.parametrize("precision", ["fp64", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "precision", ["fp64", "bf16", pytest.param("fp16", marks=pytest.mark.slow)]
+)
 def test_the_same_bits_in_every_precision(pool: Pool, tmp_path: Path, precision: str) -> None:
     runs = [
         training(
