@@ -120,16 +120,17 @@ def group_for_threads() -> dist.ProcessGroup:
 
 
 _kept: list[dist.ProcessGroup] = []
-"""All gloo groups until the process exits, because a group's destructor can deadlock.
+"""Up to torch 2.11: all groups until the process exits, because their destructor can deadlock.
 
-Up to torch 2.11, it waits for the group's thread while it holds the GIL. That thread may need the
-GIL to free the last collective's tensors: one run in twenty hung at its end.
+It waits for the group's thread while it holds the GIL. That thread may need the GIL to free the
+last collective's tensors: one run in twenty hung at its end. Later versions release the GIL.
 """
 
 
 def _leave() -> None:
     record.stop()
-    _kept.extend(dist.distributed_c10d._world.pg_map)
+    if torch.__version__ < "2.12":  # compared as versions
+        _kept.extend(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
 
 
