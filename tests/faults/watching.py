@@ -38,7 +38,7 @@ from tools.bench import put_between
 
 RESULT = Path(__file__).parent / "results" / "watching.json"
 BEGIN, END = "<!-- watching: written by tests.faults.watching -->", "<!-- end of watching -->"
-PARTS, BLOCKS, STEPS, LOG_EVERY = 12, 900, 5, 10
+PARTS, BLOCKS, STEPS, LOG_EVERY = 6, 900, 5, 10
 WAYS = ("unwatched", "stop signals", "slow ranks")
 
 
