@@ -179,8 +179,9 @@ def kept(_ranks: Ranks) -> set[str]:
 def test_a_rank_waits_in_a_meshs_groups_as_long_as_in_the_runs_own(pool: Pool) -> None:
     found = pool.run(in_group, 4, groups_of_a_mesh)
     assert [set(waits_s.values()) for waits_s in found] == [{60.0}] * 4
+    deadlocks = torch.__version__ < "2.12"  # in a group's destructor
     for waits_s, names in zip(found, pool.run(kept, 4), strict=True):
-        assert waits_s.keys() <= names, "their destructors can deadlock (torch 2.11)"
+        assert waits_s.keys() <= names if deadlocks else not names
 
 
 def test_windows_are_a_pure_function_of_seed_epoch_and_index() -> None:

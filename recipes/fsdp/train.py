@@ -106,7 +106,7 @@ class Config:
     text: TextOptions = field(default_factory=TextOptions)
     model: TransformerOptions = field(default_factory=TransformerOptions)
     optimizer: AdamWOptions = field(
-        default_factory=partial(AdamWOptions, epochs=6, lr=3e-3, warmup_epochs=0.1)
+        default_factory=partial(AdamWOptions, epochs=5, lr=3e-3, warmup_epochs=0.1)
     )
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
