@@ -11,7 +11,7 @@ less.
     docker run --gpus all IMAGE fsdp --replicas 2                        in the image
     srun python -m recipes fsdp --shard 8 --replicas 4                   one Slurm task per device
 
-The default learns the text of Python's own language reference. It reaches 1.87 bits per character
+The default learns the text of Python's own language reference. It reaches 1.93 bits per character
 on the part that is held out, where a model that counts pairs of bytes reaches 3.35.
 
 Sources: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277), section 3; Shoeybi et al. 2019,
