@@ -158,12 +158,13 @@ class Loop:
             speed = self._speed.measured()
             run.metrics(state.step, state.epoch, loss=loss, lr=lr, **speed)
             self._show_slow_ranks(compute_s, **speed)
-        if self._check_every and state.step % self._check_every == 0:
-            self._check_replicas()
+        every = run.options.snapshot_every
+        saves = every > 0 and state.step % every == 0
+        if self._check_every and state.step % self._check_every == 0 and not saves:
+            self._check_replicas()  # before a snapshot, save() does
         if self._stop.after(state.step):
             self._leave()
-        every = run.options.snapshot_every
-        if every and state.step % every == 0:
+        if saves:
             self.save()
             self._speed.resume()
         self.compute.start()
@@ -178,7 +179,7 @@ class Loop:
 
     def save(self) -> None:
         """Write a snapshot of this step, unless there is one; pause the measurement of speed."""
-        if self._check_every:
+        if self._check_every and self.state.saved_step != self.state.step:
             self._check_replicas()
         self._speed.pause()
         self.state.metrics_bytes, self.state.metrics_sha256 = self.run.metrics_so_far()

@@ -170,11 +170,15 @@ class HeapGrowth(TorchDispatchMode):
         return result
 
 
+class _Mallinfo2(ctypes.Structure):
+    """What glibc's mallinfo2() returns: the fifth number is hblkhd, the eighth uordblks."""
+
+    _fields_ = (("sizes", ctypes.c_size_t * 10),)
+
+
 def heap_bytes() -> int:
     """Bytes that this process has allocated: hblkhd and uordblks of glibc's mallinfo2."""
     mallinfo2 = ctypes.CDLL(None).mallinfo2
-    mallinfo2.restype = type(
-        "Info", (ctypes.Structure,), {"_fields_": [("a", ctypes.c_size_t * 10)]}
-    )
-    sizes = mallinfo2().a
+    mallinfo2.restype = _Mallinfo2
+    sizes = mallinfo2().sizes
     return int(sizes[4] + sizes[7])

@@ -19,7 +19,7 @@ from common.data.datasets import Data, LoaderOptions
 from common.data.stream import Key, Samples
 from common.errors import InputError
 from common.group.collectives import agreed
-from common.options import free
+from common.options import free, refuse_below
 
 VOCABULARY = 256
 """A token is a byte of UTF-8: every text has tokens, and no list of them must be kept."""
@@ -42,8 +42,7 @@ class TextOptions(LoaderOptions):
         super().__post_init__()
         if (self.data == "text") != (self.data_path is not None):
             raise ValueError("--data text and --data-path FILE_OR_FOLDER belong together")
-        if self.context < 1:
-            raise ValueError(f"--context must be at least 1, got {self.context}")
+        refuse_below(self, context=1)
 
 
 class Windows(Samples):

@@ -22,6 +22,7 @@ from common import ROOT
 from common.files import write_json
 from common.machine import describe_machine
 from tests.conftest import clean_env, wait_for
+from tests.test_command_line import ranks_of
 from tools.bench import put_between
 
 RESULT = Path(__file__).parent / "results" / "restarting.json"
@@ -47,10 +48,7 @@ def measure(folder: Path, victim: int) -> list[float]:
     reader = threading.Thread(target=lambda: said.extend((time.time(), line) for line in output))
     reader.start()
     wait_for(lambda: len(list(folder.glob("snapshots/step_*.pt"))) >= 3)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    rank = f"RANK={victim}".encode()
-    environ = {int(pid): Path(f"/proc/{pid}/environ").read_bytes() for pid in children}
-    pid = next(pid for pid, env in environ.items() if rank in env.split(b"\0"))
+    pid = ranks_of(process.pid)[victim]
     time.sleep(random.uniform(0, 0.3))
     os.kill(pid, signal.SIGKILL)
     times = [time.time()]

@@ -23,6 +23,7 @@ from common import ROOT
 from common.snapshots import files as snapshot_files
 from tests.conftest import Recipe, Result, need, need_root, small_disk, wait_for
 from tests.faults import matrix
+from tests.test_command_line import ranks_of
 from tests.test_data import flowers
 from tests.test_two_hosts import launched, two_hosts
 
@@ -176,13 +177,6 @@ class Scene:
                     found.append(int(path.parent.name))
             except OSError:
                 continue
-        return found
-
-    def rank(self, number: int) -> int:
-        """The id of this rank's process."""
-        word = f"RANK={number}".encode()
-        environs = {p: Path(f"/proc/{p}/environ").read_bytes() for p in self.processes()}
-        (found,) = (p for p, environ in environs.items() if word in environ.split(b"\0"))
         return found
 
     def wait_until_gone(self, since_s: float, limit_s: float) -> float:
@@ -373,7 +367,7 @@ def test_a_slow_rank(
     if not sleeps:
         newest = wait_for(lambda: sorted(scene.folder.glob("snapshots/step_*.pt")))[-1]
         start_s, before = time.monotonic(), int(newest.name[5:13])
-        half_a_core(scene.rank(1))
+        half_a_core(ranks_of(process.pid)[1])
     result = scene.recipe.finish(process, scene.folder, 250).assert_ok()
     elapsed_s = time.monotonic() - start_s
     (said,) = [line for line in result.stdout.splitlines() if "computes" in line]

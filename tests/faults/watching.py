@@ -2,9 +2,10 @@
 
 Two ranks train ddp_launch's model in blocks of steps that take turns, so that a machine whose speed
 drifts favours no way: unwatched, with agreements on stop signals, and with the time measured that
-each rank computes. All the while a thread looks at the rank, as in a run. It would disturb all ways
-equally, so one look of it is timed by itself; there is one per second at most. The launcher's own
-checks of its ranks (fifty per second) run always, and are not part of the difference.
+each rank computes. All ways train one copy of the model, because two copies may differ in speed.
+All the while a thread looks at the rank, as in a run. It would disturb all ways equally, so one
+look of it is timed by itself; there is one per second at most. The launcher's own checks of its
+ranks (fifty per second) run always, and are not part of the difference.
 
 A comparison of replicas is timed beside steps of ResNet-18.
 """
@@ -15,9 +16,10 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common import ROOT
@@ -42,29 +44,62 @@ PARTS, BLOCKS, STEPS, LOG_EVERY = 6, 900, 5, 10
 WAYS = ("unwatched", "stop signals", "slow ranks")
 
 
+def replica(
+    options: ModelOptions, images: Tensor
+) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    """A model for these images (samples, channels, side, side), and its optimizer."""
+    model = build_model(options, images.shape[1], 10, images.shape[2]).train()
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    warm_up(ddp, images[0], len(images))
+    return ddp, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def take_step(
+    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor
+) -> None:
+    """One step of training."""
+    nn.functional.cross_entropy(ddp(images), labels).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def hooks_of(
+    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer
+) -> list[dict[int, Any]]:
+    """Where torch keeps the hooks that `ComputeTime.follow` registers."""
+    last = next(ddp.parameters())
+    return [
+        ddp._forward_pre_hooks,
+        ddp.module._forward_pre_hooks,
+        optimizer._optimizer_step_pre_hooks,
+        last._post_accumulate_grad_hooks,
+    ]
+
+
 def measure(ranks: Ranks, folder: Path) -> dict[str, list[float]]:
     """Seconds per step of each block on the slower rank, and seconds per look."""
     set_determinism(**RunOptions().determinism)
     images, labels = torch.randn(48, 1, 8, 8), torch.randint(10, (48,))
-    clock, copies = ComputeTime(torch.device("cpu")), []
-    for _ in range(2):
-        model = build_model(ModelOptions(), 1, 10, 8).train()
-        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        warm_up(ddp, images[0], len(images))
-        copies.append((ddp, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)))
-    clock.follow(*copies[1])
-    agreement, progress = StopAgreement(), SimpleNamespace(step=0)
+    clock = ComputeTime(torch.device("cpu"))
+    ddp, optimizer = replica(ModelOptions(), images)
+    clock.follow(ddp, optimizer)
+    hooks = hooks_of(ddp, optimizer)
+    watched = [dict(registered) for registered in hooks]
+    assert all(len(functions) == 1 for functions in watched), watched
+    # Agreements are due by time, and only every third block makes them.
+    agreement, progress = StopAgreement(interval_s=len(WAYS)), SimpleNamespace(step=0)
     watch = Watch(folder, ranks.rank, {"world_size": 2}, 60.0, lambda: progress.step)
     found: dict[str, list[float]] = {way: [] for way in (*WAYS, "look")}
     for block in range(BLOCKS):
         # There and back again: no way always comes first.
         way = (WAYS + WAYS[::-1])[block % 6]
-        ddp, optimizer = copies[way == "slow ranks"]
+        for registered, functions in zip(hooks, watched, strict=True):
+            registered.clear()
+            if way == "slow ranks":
+                registered.update(functions)
         start_s = time.perf_counter()
         for _ in range(STEPS):
-            nn.functional.cross_entropy(ddp(images), labels).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(ddp, optimizer, images, labels)
             progress.step += 1
             if way == "stop signals":
                 agreement.after(progress.step)
@@ -75,6 +110,7 @@ def measure(ranks: Ranks, folder: Path) -> dict[str, list[float]]:
                 clock.start()
         mine = torch.tensor((time.perf_counter() - start_s) / STEPS)
         found[way].append(float(gather_numbers(mine).max()))
+    assert clock.halves().all(), "the clock measured no steps"
     for _ in range(20):
         progress.step += 1
         start_s = time.perf_counter()
@@ -89,20 +125,16 @@ def measure(ranks: Ranks, folder: Path) -> dict[str, list[float]]:
 def compare(_ranks: Ranks) -> dict[str, list[float]]:
     """Seconds of a step of ResNet-18 with 8 images of 64 px per rank, and of a comparison."""
     torch.set_num_threads(1)
-    model = build_model(ModelOptions(model="resnet18"), 3, 10, 64).train()
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     images, labels = torch.randn(8, 3, 64, 64), torch.randint(10, (8,))
-    warm_up(ddp, images[0], len(images))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    ddp, optimizer = replica(ModelOptions(model="resnet18"), images)
+    parts = {"model": ddp.module, "optimizer": optimizer}
     found: dict[str, list[float]] = {"resnet18 step": [], "comparison": []}
     for _ in range(20):
         start_s = time.perf_counter()
-        nn.functional.cross_entropy(ddp(images), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(ddp, optimizer, images, labels)
         step_s = time.perf_counter()
         found["resnet18 step"].append(step_s - start_s)
-        assert not unlike_replicas({"model": model, "optimizer": optimizer}, 0, buffers=False)
+        assert not unlike_replicas(parts, 0, buffers=False)
         found["comparison"].append(time.perf_counter() - step_s)
     return found
 
@@ -119,7 +151,7 @@ def main() -> None:
     seconds = {name: statistics.median(values) for name, values in found.items()}
     ratios = {}
     lines = [
-        "| what is watched | time of a step, of an unwatched one | 95 % interval |",
+        "| what is watched | time of a step / time of an unwatched step | 95 % interval |",
         "|---|---|---|",
     ]
     for way in WAYS[1:]:
