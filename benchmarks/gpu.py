@@ -71,7 +71,7 @@ class Training:
             self.forward = torch.compile(self.model, dynamic=False)
         self.optimizer = torch.optim.SGD(
             self.model.parameters(),
-            lr=0.05,
+            lr=0.003,  # larger ones overshoot, and the settings part ways
             momentum=0.9,
             weight_decay=1e-4,
             fused=not self.scaler.is_enabled(),

@@ -96,6 +96,18 @@ class Result:
         assert self.status == 0, f"status {self.status}\n{self.stdout}\n{self.stderr}"
         return self
 
+    def assert_bits_of_the_record(self) -> None:
+        """A default run has the bits of its recipe's results/make_run.json.
+
+        Bits are promised for one stack and one kind of processor. Elsewhere nothing is compared.
+        """
+        name = self.summary["recipe"]
+        record = json.loads((ROOT / "recipes" / name / "results" / "make_run.json").read_text())
+        mine = json.loads((self.folder / "manifest.json").read_text())
+        same = ("cpu", "determinism", "python", "torch", "world_size")
+        if all(mine[key] == record["manifest"][key] for key in same):
+            assert self.sha == record["summary"]["weights_sha256"]
+
 
 def of_session(leader: int) -> Iterator[str]:
     """The processes left in a command's session, and where in the kernel each one waits."""

@@ -61,6 +61,7 @@ def test_make_run_trains_with_its_defaults(recipe: Recipe) -> None:
         env={"HF_TOKEN": PLANTED, "NCCL_DEBUG_TOKEN": PLANTED},
     )
     result = recipe.finish(process, folder).assert_ok()
+    result.assert_bits_of_the_record()
     summary = result.summary
     assert summary["val_accuracy"] >= 0.97
     assert summary["val_accuracy"] == summary["val_correct"] / summary["val_total"]

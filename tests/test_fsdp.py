@@ -367,7 +367,9 @@ def test_bf16_keeps_fp32_weights_and_resumes_from_a_named_snapshot_elsewhere(
 
 @pytest.mark.slow
 def test_the_default_run_predicts_better_than_a_bigram_model(recipe: Recipe) -> None:
-    found = recipe("fsdp").assert_ok().summary
+    result = recipe("fsdp").assert_ok()
+    result.assert_bits_of_the_record()
+    found = result.summary
     assert found["val_bits_per_character"] < 0.75 * found["bigram_bits_per_character"]
 
 

@@ -811,6 +811,7 @@ def test_make_run_with_its_defaults(recipe: Recipe, name: str, reaches: float | 
     if reaches is None:
         assert "recommended: --num-workers" in result.stdout
         return
+    result.assert_bits_of_the_record()
     assert result.summary["val_accuracy"] >= reaches
     assert_record(folder)
     if name == "checkpoint_rnn":

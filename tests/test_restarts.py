@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from common.launch import start
 from common.launch.ranks import Ranks
 from common.launch.start import LaunchOptions
 from common.training.evaluate import evaluate
+from recipes.fsdp.parallel import InStep
 from tests.pool import Pool, in_group
 
 _pids = count(10**6)
@@ -116,7 +118,15 @@ def test_without_restarts_nothing_is_recorded(tmp_path: Path) -> None:
 # A request to stop, during an evaluation
 
 
-def stopped_in(ranks: Ranks, own: int, asked_at: int) -> tuple[int, str]:
+Wrap = Callable[[list[torch.Tensor]], Any]
+
+
+def in_step(batches: list[Any]) -> InStep:
+    """Of fsdp, whose ranks without more batches take part in what the others gather."""
+    return InStep(batches, 10, torch.nn.Linear(1, 1))
+
+
+def stopped_in(ranks: Ranks, own: int, asked_at: int, wrap: Wrap = list) -> tuple[int, str]:
     """How many of its `own` batches this rank evaluated; rank 1 is asked to stop at one of them."""
     done = 0
     stop = StopAgreement(interval_s=0)
@@ -130,7 +140,8 @@ def stopped_in(ranks: Ranks, own: int, asked_at: int) -> tuple[int, str]:
 
     own += ranks.rank == 0
     try:
-        evaluate(torch.nn.Identity(), [torch.ones(2)] * own, 2 * (2 * own + 1), score=score)
+        batches = wrap([torch.ones(2)] * own)
+        evaluate(torch.nn.Identity(), batches, 2 * (2 * own + 1), score=score)
     except StopRequested:
         return done, "left"
     except AssertionError:  # of the sum over ranks, which this test does not know
@@ -143,6 +154,7 @@ def stopped_in(ranks: Ranks, own: int, asked_at: int) -> tuple[int, str]:
 def test_all_ranks_leave_an_evaluation_after_the_same_batch(pool: Pool) -> None:
     """Rank 0 has one batch more than the others."""
     assert pool.run(in_group, 3, stopped_in, 9, 4) == [(4, "left")] * 3
+    assert pool.run(in_group, 3, stopped_in, 9, 4, in_step) == [(4, "left")] * 3
     # After the last batch that all have, the evaluation is nearly done: it is finished.
     assert {how for _, how in pool.run(in_group, 3, stopped_in, 9, 9)} == {"finished"}
     assert {how for _, how in pool.run(in_group, 3, stopped_in, 9, 99)} == {"finished"}

@@ -1,18 +1,35 @@
-"""The order of work on a GPU, without a GPU: its streams are stand-ins, its tensors are fake."""
+"""The order of work on a GPU and the devices of its tensors, without a GPU.
 
-from collections.abc import Iterator
+The streams are stand-ins. The tensors are fake: they have a device and no values. torch refuses to
+mix their devices as it does on a GPU.
+"""
+
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.data.batches import DeviceBatches
+from common.data.datasets import Data
+from common.data.stream import Samples
 from common.group.stop import StopAgreement
+from common.replicas import fingerprint
+from common.training.evaluate import score_classes
+from common.training.models import ModelOptions, build_model
+from recipes.checkpoint_rnn import adding
+from recipes.checkpoint_rnn.adding import AddingRNN, RecurrentOptions, SequenceOptions
+from recipes.dp_scratch.lenet import initialize, lenet
+from recipes.dp_scratch.train import Replicas, scatter
+from recipes.fsdp.model import Transformer, TransformerOptions
+from recipes.fsdp.text import Text
+from recipes.model_parallel_toy.split import Chain
 
 
 class Stream:
@@ -60,6 +77,78 @@ class InOrder(TorchDispatchMode):
                 mark = (self.current, self.current.done[self.current])
                 self.written[leaf.untyped_storage()._cdata] = mark
         return out
+
+
+GPU, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
+
+
+def to(module: nn.Module, device: torch.device) -> nn.Module:
+    """Module.to, which torch 2.15 refuses to fake tensors."""
+    for part in module.modules():
+        for name, own in part._parameters.items():
+            part._parameters[name] = None if own is None else nn.Parameter(own.to(device))
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else buffer.to(device)
+    return module
+
+
+def of_images(**options: Any) -> Iterator[Tensor]:
+    model = to(build_model(ModelOptions(**options), 1, 10, 8), GPU)
+    batch = torch.zeros(4, 1, 8, 8, device=GPU), torch.zeros(4, dtype=torch.int64, device=GPU)
+    yield from score_classes(model, batch).values()  # type: ignore[union-attr]
+    yield from map(fingerprint, model.parameters())
+
+
+def of_text() -> Iterator[Tensor]:
+    tokens = torch.zeros(2, 16, dtype=torch.int64, device=GPU)
+    model = to(Transformer(TransformerOptions(), 256, recompute=True), GPU)
+    nothing = Samples([], [], seed=0)
+    text = Text(Data(nothing, nothing, ""), bytes_per_character=1.0, bigram_bits=8.0)
+    yield from text.score(model, (tokens, tokens)).values()
+
+
+def of_sequences() -> Iterator[Tensor]:
+    model = to(AddingRNN(RecurrentOptions(dropout=0.3), sizes := SequenceOptions()), GPU)
+    sequences = torch.zeros(2, sizes.length, sizes.input_size, device=GPU)
+    yield model(sequences, 4)
+    yield from adding.score(model, sequences).values()
+
+
+def of_two_gpus() -> Iterator[Tensor]:
+    chain = Chain([nn.Sequential(nn.Linear(9, 9)) for _ in range(2)], [GPU, SECOND], 2)
+    yield chain(torch.zeros(8, 9)).to(GPU)
+    replicas = Replicas(initialize(torch.float32), [SECOND, GPU])
+    images = scatter(torch.zeros(5, 1, 28, 28), replicas.devices)
+    yield list(map(lenet, replicas.copies, images))[1]
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        of_images,
+        partial(of_images, model="resnet18", channels_last=True),
+        partial(of_images, dropout=0.3, norm="batch"),
+        *(of_text, of_sequences, of_two_gpus),
+    ],
+)
+def test_no_forward_pass_mixes_devices(
+    outputs: Callable[[], Iterator[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backward pass would need a driver."""
+
+    def lstm(layer: nn.LSTM, x: Tensor, state: Any) -> Any:  # cuDNN's has no fake one
+        assert all(part.device == x.device for part in (*state, *layer.parameters()))
+        return x.new_zeros(*x.shape[:2], layer.hidden_size), state
+
+    monkeypatch.setattr(nn.LSTM, "forward", lstm)
+    monkeypatch.setattr(nn.Module, "to", to)
+    with FakeTensorMode():
+        assert {tensor.device for tensor in outputs()} == {GPU}
+
+
+def test_fake_tensors_find_mixed_devices() -> None:
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="to be on the same device"):
+        to(build_model(ModelOptions(), 1, 10, 8), GPU)(torch.zeros(4, 1, 8, 8))
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import length_hint
 from pathlib import Path
 
 import torch
@@ -219,17 +220,25 @@ def whole_model(model: nn.Module, folder: Path) -> dict[str, Tensor]:
     return entries
 
 
-def in_step(
-    batches: Iterable[tuple[Tensor, Tensor]], steps: int, model: nn.Module
-) -> Iterator[tuple[Tensor, Tensor]]:
+@dataclass
+class InStep:
     """The batches of an evaluation, then empty forward passes, until there were `steps`.
 
     A rank that has no more samples must still take part when the other ranks gather parameters.
     """
-    done = 0
-    for tokens, targets in batches:
-        yield tokens, targets
-        done += 1
-    for _ in range(done, steps):
-        device = next(model.parameters()).device
-        model(torch.zeros(1, 1, dtype=torch.int64, device=device))
+
+    batches: Iterable[tuple[Tensor, Tensor]]
+    steps: int
+    model: nn.Module
+
+    def __length_hint__(self) -> int:
+        return length_hint(self.batches)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        done = 0
+        for batch in self.batches:
+            yield batch
+            done += 1
+        for _ in range(done, self.steps):
+            device = next(self.model.parameters()).device
+            self.model(torch.zeros(1, 1, dtype=torch.int64, device=device))

@@ -53,10 +53,10 @@ from common.training.optimizer import ScheduleOptions, set_lr
 from recipes.fsdp.memory import table
 from recipes.fsdp.model import Transformer, TransformerOptions
 from recipes.fsdp.parallel import (
+    InStep,
     ParallelOptions,
     clip_by_global_norm,
     data_ranks,
-    in_step,
     initialize,
     make_adamw,
     make_mesh,
@@ -184,7 +184,7 @@ def train(config: Config, ranks: Ranks) -> None:
                 loop.after_step(losses)
             loop.save()  # before the evaluation, which may take long
             batches_per_rank = -(-len(data.val) // (eval_batch_size(len(data.val)) * shares))
-            held_out = in_step(val_loader, batches_per_rank, model)
+            held_out = InStep(val_loader, batches_per_rank, model)
             result = evaluate(model, held_out, len(data.val), score=score)
             loop.after_epoch(result, lambda: whole_model(model, run.folder))
 
