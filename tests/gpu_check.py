@@ -25,7 +25,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu import limits
 from common.files import read_metrics
+from common.group.devices import synchronize
 from recipes.fsdp.memory import count
 from recipes.fsdp.model import TransformerOptions
 from recipes.fsdp.parallel import ParallelOptions
@@ -142,8 +144,12 @@ def checks(device: str, folder: Path) -> dict[str, Checks]:
         options = [part for pair in zip(names, size, strict=True) for part in pair]
         options += ["--data", "fake", "--model", "resnet50", "--precision", "bf16", "--nproc", "1"]
         options += ["--channels-last", "--no-deterministic", "--num-workers", "8", *few]
-        found = run(folder / "speed", "--device", device, *options)
-        return {"holds": True, "batch_size": 256, "images_per_s": found["samples_per_s"]}
+        compiled = ("--compile",) if device == "cuda" else ()
+        plain, fast = (
+            run(folder / f"speed{n}", "--device", device, *options, *more)["samples_per_s"]
+            for n, more in enumerate(((), compiled))
+        )
+        return {"holds": True, "batch_size": 256, "images_per_s": plain, "compiled": fast}
 
     def fsdp_ranks() -> dict[str, Any]:
         options = ("--device", device, "--backend", "gloo", "--max-steps", "10", "--log-every", "1")
@@ -168,14 +174,17 @@ def checks(device: str, folder: Path) -> dict[str, Checks]:
         model, compute = TransformerOptions(layers, width, heads), torch.bfloat16
         one = ParallelOptions(), model, samples, context, torch.float32
         tokens_per_s, parameters = found["samples_per_s"] * context, 12 * layers * width**2
+        # Chowdhery et al. 2022, "PaLM" (arXiv 2204.02311), appendix B; half of it is masked.
+        operations_per_s = tokens_per_s * 6 * (parameters + layers * width * context)
+        most = limits(torch.device(device))["operations_per_s"]
         return {
             "holds": True,
             **sizes,
             "counted_bytes": count((1, 1, 1), *one, compute if large else torch.float32),
             "peak_memory_bytes": found["peak_memory_bytes"],
             "tokens_per_s": tokens_per_s,
-            # Chowdhery et al. 2022, "PaLM" (arXiv 2204.02311), appendix B; half of it is masked.
-            "operations_per_s": tokens_per_s * 6 * (parameters + layers * width * context),
+            "operations_per_s": operations_per_s,
+            "share_of_the_measured_bf16_matrix_rate": operations_per_s / most,
         }
 
     def recorder() -> dict[str, Any]:
@@ -258,6 +267,22 @@ def checks(device: str, folder: Path) -> dict[str, Checks]:
             "processes_for_4000_per_s": math.ceil(4000 / speed),
         }
 
+    def photos_on_the_device() -> dict[str, Any]:
+        from torchcodec.decoders import decode_jpeg
+
+        from benchmarks.input import write_files
+
+        write_files(folder / "more photos")
+        encoded = [path.read_bytes() for path in (folder / "more photos").rglob("*.jpg")]
+        batches = [encoded[start : start + 64] for start in range(0, len(encoded), 64)]
+        decode_jpeg(batches[0], device=device)  # loads nvJPEG
+        synchronize(torch.device(device))
+        start_s = time.monotonic()
+        for batch in batches * 3:
+            decode_jpeg(batch, device=device)
+        synchronize(torch.device(device))
+        return {"holds": True, "photos_per_s": 3 * len(encoded) / (time.monotonic() - start_s)}
+
     laws: Checks = {
         "the_same_run_twice_gives_the_same_bits_fp32": lambda: same_bits("fp32"),
         "the_same_run_twice_gives_the_same_bits_bf16_channels_last_max_pooling": lambda: same_bits(
@@ -280,6 +305,7 @@ def checks(device: str, folder: Path) -> dict[str, Checks]:
             "resnet50_images_per_s_and_the_same_loss_in_every_setting": images_per_s,
             "resnet50_images_per_s_through_the_recipe": recipe_images_per_s,
             "photos_that_a_loading_process_decodes": photos,
+            "photos_that_the_device_decodes": photos_on_the_device,
         },
         "price": {
             "what_options_cost": prices,

@@ -360,7 +360,7 @@ def test_bf16_keeps_fp32_weights_and_resumes_from_a_named_snapshot_elsewhere(
     weights = torch.load(second.folder / "model.pt", weights_only=True)
     assert {value.dtype for value in weights.values()} == {torch.float32}
     assert not all(torch.equal(v, v.bfloat16().float()) for v in weights.values())
-    next(path.parent.glob("*.rank_00001.*.shard")).unlink()
+    next(path.parent.glob("step_00000004.rank_00001.*.shard")).unlink()
     with pytest.raises(InputError, match=r"rank_00001\..*\.shard is missing: .* cannot be used"):
         fsdp(pool, tmp_path / "third", book, (1, 2, 1), run=run, optimizer={"max_steps": 7})
 

@@ -42,6 +42,8 @@ def process_group(
         torch.cuda.set_device(device)
     if "nccl" in name:
         show_messages_to_parent()
+    # For `common.watch`. Later versions than torch 2.10 record so many collectives by themselves.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     with gloo_does_not_disturb(name):
         if ranks.world_size == 1:
             store: dist.Store = dist.HashStore()
