@@ -658,7 +658,7 @@ def test_a_dry_run_starts_nothing_and_counts_larger_meshes(pool: Pool, tmp_path:
         ("--shard 2", "2 ranks, but this run has 1: --shard 1 would do with --nproc 1 or"),
         ("--replicas 2", "2 ranks, but this run has 1: start --nproc 2"),
         ("--tensor-parallel 3", "--tensor-parallel 3 does not divide --heads 4"),
-        ("--replicas 0", "--replicas and --tensor-parallel must be at least 1"),
+        ("--replicas 0", "--replicas must be at least 1"),
         ("--width 100 --heads 3", "--width 100 is not a multiple of 2 x --heads 3"),
         ("--data text", "--data text and --data-path FILE_OR_FOLDER belong together"),
         ("--data text --data-path nowhere", "nowhere is neither a file nor a folder with files"),

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from common.options import refuse_below
+
 
 @dataclass(frozen=True)
 class TransformerOptions:
@@ -29,8 +31,7 @@ class TransformerOptions:
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot work."""
-        if min(self.layers, self.width, self.heads) < 1:
-            raise ValueError("--layers, --width and --heads must be at least 1")
+        refuse_below(self, layers=1, width=1, heads=1)
         if self.width % (2 * self.heads):
             raise ValueError(f"--width {self.width} is not a multiple of 2 x --heads {self.heads}")
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 from common.errors import InputError
 from common.group import process_group
-from common.options import free
+from common.options import free, refuse_below
 from common.seeds import mix
 from common.snapshots.shards import holds_first, local_part
 from recipes.fsdp.model import Transformer
@@ -59,10 +59,7 @@ class ParallelOptions:
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
-        if self.shard < 0 or min(self.replicas, self.tensor_parallel) < 1:
-            raise ValueError(
-                "--replicas and --tensor-parallel must be at least 1, and --shard at least 0"
-            )
+        refuse_below(self, shard=0, replicas=1, tensor_parallel=1)
 
     def sizes(self, world_size: int) -> tuple[int, int, int]:
         """Ranks along each dimension of the mesh: replicas, shard, tensor.

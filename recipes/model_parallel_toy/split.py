@@ -18,7 +18,7 @@ from common.errors import InputError
 from common.group.collectives import gather_to_rank_0
 from common.group.devices import choose_devices
 from common.launch.ranks import Ranks
-from common.options import free
+from common.options import free, refuse_below
 from common.training.ddp import warm_up
 from common.training.models import ModelOptions, build_model
 
@@ -59,8 +59,7 @@ class ParallelOptions:
 
     def __post_init__(self) -> None:
         """Refuse values and combinations that cannot work."""
-        if min(self.stages, self.data_parallel, self.micro_batch_count) < 1:
-            raise ValueError("--stages, --micro-batches and --data-parallel must be at least 1")
+        refuse_below(self, stages=1, data_parallel=1, micro_batches=1)
         if self.schedule == "split" and self.micro_batch_count > 1:
             raise ValueError("--schedule split has no micro-batches: give --schedule micro")
         if self.in_processes and self.stages < 2:
