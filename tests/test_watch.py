@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from common import ROOT
 from common.launch.ranks import Ranks
 from common.launch.report import show_cause, show_whereabouts
 from common.watch import record, verdict
@@ -202,6 +203,18 @@ def test_a_rank_that_hangs_leaves_its_stack(pool: Pool, tmp_path: Path, *, keep_
     assert re.search(r"rank 1 on \S+ did not come to all_reduce \d+, which rank 0", first), first
     assert re.search(r"calls at tests/test_watch.py:\d+ \(hang\)", first), first
     assert any("in hang" in line for line in stack), stack
+
+
+def test_a_collective_is_called_by_the_recipe_that_needs_it() -> None:
+    places = [
+        (torch.distributed.__file__, 3, "all_gather"),
+        (f"{ROOT}/common/group/collectives.py", 48, "gather_numbers"),
+        (f"{ROOT}/recipes/ddp_launch/train.py", 146, "train"),
+    ]
+    frames = [dict(zip(("filename", "line", "name"), place, strict=True)) for place in places]
+    assert record._caller(frames) == "recipes/ddp_launch/train.py:146 (train)"
+    assert record._caller(frames[:2]) == "common/group/collectives.py:48 (gather_numbers)"
+    assert record._caller(frames[:1]) == "the backward pass"
 
 
 def _hang(ranks: Ranks, logs: Path, keep_gil: bool) -> str:

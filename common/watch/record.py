@@ -32,6 +32,9 @@ from common.watch.verdict import Record
 _OTHERS = (str(Path(torch.__file__).parent), get_path("stdlib"), "<")
 """Where code begins that is not shown as the place of a rank: torch and Python itself."""
 
+_HELPERS = (*_OTHERS, f"{ROOT}/common/")
+"""The same for a collective, whose caller is a recipe, if a recipe calls it."""
+
 _MOST_S = 15.0
 """Longest time between two looks at a rank."""
 
@@ -120,12 +123,18 @@ def _found(step: int) -> Record:
     }
 
 
-def _place(frames: Iterable[traceback.FrameSummary]) -> str:
-    """The first of the frames that is neither in torch nor in Python."""
+def _place(frames: Iterable[traceback.FrameSummary], others: tuple[str, ...] = _OTHERS) -> str:
+    """The first of the frames that is not in `others`."""
     for frame in frames:
-        if not frame.filename.startswith(_OTHERS):
+        if not frame.filename.startswith(others):
             return f"{frame.filename.removeprefix(f'{ROOT}/')}:{frame.lineno} ({frame.name})"
     return ""
+
+
+def _caller(frames: Iterable[Record]) -> str:
+    """Who calls a collective; on a GPU the backward pass has no Python frames."""
+    stack = [traceback.FrameSummary(f["filename"], f["line"], f["name"]) for f in frames]
+    return _place(stack, _HELPERS) or _place(stack) or "the backward pass"
 
 
 def _collectives() -> list[Record]:
@@ -139,12 +148,7 @@ def _collectives() -> list[Record]:
             "number": entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"],
             "kind": entry["profiling_name"].partition(":")[2].partition(" ")[0],
             "sizes": entry["input_sizes"],
-            # On a GPU the backward pass has no Python frames.
-            "place": _place(
-                traceback.FrameSummary(frame["filename"], frame["line"], frame["name"])
-                for frame in entry.get("frames", ())
-            )
-            or "the backward pass",
+            "place": _caller(entry.get("frames", ())),
         }
         for entry in entries
         if not entry["retired"] and entry["state"] != "completed"
