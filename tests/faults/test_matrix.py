@@ -247,7 +247,9 @@ def test_a_rank(
     more = expected.options if name in DDP else ()  # the toy has no loading processes
     options = (*nproc(name), *OPTIONS, *RECIPES[name], *more)
     command = scene.recipe.command(name, *options, "--timeout-s", str(TIMEOUT_S))
-    env = {**scene.env, "STEP_S": str(expected.step_s)}
+    # The toy's steps take 2 ms: two of them are too short for the snapshot of step 4.
+    step_s = expected.step_s if name in DDP else max(expected.step_s, 0.1)
+    env = {**scene.env, "STEP_S": str(step_s)}
     if expected.act is None:
         env |= {"FAULT": fault, "FAULT_STEP": str(expected.at)}
         env |= {"FAULT_RANK": str(expected.rank)}
