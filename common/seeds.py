@@ -24,6 +24,8 @@ def set_determinism(*, deterministic: bool, cpu_threads: int, tf32: bool) -> Non
     torch.backends.cudnn.allow_tf32 = tf32
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # --compile: or its compiler times kernels and takes the fastest.
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     # The same as use_deterministic_algorithms(), which also imports the compiler (torch 2.15).
     torch.set_deterministic_debug_mode("error" if deterministic else "default")
     # Filling new memory with NaN is a debugging aid that changes no correct kernel's result, and

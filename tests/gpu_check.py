@@ -38,16 +38,20 @@ RESULT = Path(__file__).parent / "results" / "gpu_check.json"
 
 RECORDED = """
 import sys, torch, torch.distributed as dist
+from common.group.devices import choose_device
 from common.group.process_group import process_group
 from common.launch.ranks import Ranks
 from common.watch.record import _collectives
-device = torch.device(sys.argv[1])
+device = choose_device(sys.argv[1], Ranks())
 with process_group(Ranks(), device, "auto", 60):
     dist.all_reduce(tensor := torch.ones(3, device=device))
-    tensor.tolist()  # waits for it
+    tensor.tolist()  # the first one connects
+    if device.type == "cuda":
+        torch.cuda._sleep(10**9)  # for half a second, the next one cannot end
+    work = dist.all_reduce(tensor, async_op=True)
     print(_collectives())
 """
-"""Prints the collectives that torch's flight recorder has seen, as `common.watch` reads them."""
+"""Prints the collectives that are not done, as `common.watch` reads them from torch's recorder."""
 
 
 def start(folder: Path, name: str, *options: str) -> str:
@@ -139,6 +143,7 @@ def checks(device: str, folder: Path) -> dict[str, Checks]:
         return {"holds": True, "measured": keys, "runs": found}
 
     def recipe_images_per_s() -> dict[str, Any]:
+        # An epoch has 4 steps, and begins without a batch that is ready: the loader's speed counts.
         size = ("224", "256", "8") if device == "cuda" else ("32", "256", "1")
         names = ("--image-size", "--global-batch-size", "--epochs")
         options = [part for pair in zip(names, size, strict=True) for part in pair]
@@ -210,8 +215,8 @@ def checks(device: str, folder: Path) -> dict[str, Checks]:
     def data_parallel() -> dict[str, Any]:
         options = ("--data", "fake", "--image-size", "64", "--epochs", "3", "--lr", "0.02")
         found = run(folder / "dp", "--device", device, *options, *few, name="dp_resnet50")
-        learned = found["val_accuracy"] > 0.5 and None not in found["gpu_utilization_percent"]
-        return {"holds": found["world_size"] == 1 and (learned or device == "cpu"), **found}
+        learned = found["val_accuracy"] > 0.5 or device == "cpu"
+        return {"holds": found["world_size"] == 1 and learned, **found}
 
     def split() -> dict[str, Any]:
         options = ("--device", device, "--precision", "fp64", "--epochs", "2")
@@ -242,8 +247,12 @@ def checks(device: str, folder: Path) -> dict[str, Checks]:
         return {"holds": min(peaks.values()) < peaks[1] / 5 and within, "comparison": found}
 
     def images_per_s() -> dict[str, Any]:
-        command = [sys.executable, "-m", "benchmarks.gpu", device]
-        found: dict[str, Any] = json.loads(finished(command).splitlines()[-1])
+        path, error = folder / "gpu.json", ""
+        try:
+            finished([sys.executable, "-m", "benchmarks.gpu", device, str(path)])
+        except (RuntimeError, subprocess.TimeoutExpired) as failure:  # what is measured is kept
+            error = str(failure)
+        found: dict[str, Any] = json.loads(path.read_text())
         curves: dict[int, list[list[float]]] = {}
         for one in found["runs"].values():
             if "losses" in one:
@@ -254,7 +263,7 @@ def checks(device: str, folder: Path) -> dict[str, Checks]:
             for other in others
             for ours, theirs in zip(other, first, strict=True)
         )
-        return {"holds": same, **found}
+        return {"holds": same and not error, "error": error, **found}
 
     def photos() -> dict[str, Any]:
         from benchmarks.input import WORKERS, write_files  # needs scikit-learn's images

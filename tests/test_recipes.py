@@ -216,15 +216,26 @@ def test_copies_of_a_split_model_average_to_the_whole_models_gradients(
 
 
 def test_copies_on_one_host_take_its_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    def devices(gpus: int, copies: int) -> list[list[str]]:
+    def devices(gpus: int, copies: int, stages: int = 2) -> list[str]:
+        """The numbers of the GPUs of each copy's stages."""
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(driver, "usable_gpus", lambda: None)
         all_ranks = [Ranks(rank, rank, copies, copies) for rank in range(copies)]
-        found = [devices_of_copy(ParallelOptions(), "auto", ranks) for ranks in all_ranks]
-        return [list(map(str, own)) for own in found]
+        options = ParallelOptions(stages=stages)
+        found = [devices_of_copy(options, "auto", ranks) for ranks in all_ranks]
+        return ["".join(str("-" if d.index is None else d.index) for d in own) for own in found]
 
-    assert devices(gpus=4, copies=2) == [["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]]
-    assert devices(gpus=2, copies=2) == [["cuda:0"] * 2, ["cuda:1"] * 2]
-    assert devices(gpus=0, copies=2) == [["cpu"] * 2] * 2
+    assert devices(gpus=4, copies=2) == ["01", "23"]
+    assert devices(gpus=2, copies=2) == ["00", "11"]
+    assert devices(gpus=1, copies=2) == ["00", "00"]
+    assert devices(gpus=2, copies=4) == ["00", "00", "11", "11"]
+    assert devices(gpus=0, copies=2) == ["--", "--"]
+    assert devices(gpus=2, copies=1, stages=4) == ["0011"]
+    assert devices(gpus=3, copies=1) == ["01"]
+    # Copies that use unlike numbers of GPUs would hang: DDP makes a bucket per device.
+    assert devices(gpus=3, copies=2) == ["00", "11"]
+    assert devices(gpus=4, copies=3) == ["00", "11", "22"]
+    assert devices(gpus=5, copies=2) == ["01", "23"]
 
 
 def piped(
@@ -406,13 +417,6 @@ def test_devices_are_taken_as_they_are_named(monkeypatch: pytest.MonkeyPatch) ->
             named(*names)
     with pytest.raises(InputError, match="all cpu or all cuda"):
         named("cpu", "cuda:0")
-
-    def spread(stages: int, gpus: int) -> list[str]:
-        return choose(gpus, None, "auto", stages=stages)
-
-    assert spread(4, gpus=2) == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
-    assert spread(2, gpus=3) == ["cuda:0", "cuda:1"]
-    assert spread(3, gpus=0) == ["cpu"] * 3
 
 
 # All: interrupted and resumed, bad input, and the real command lines

@@ -62,7 +62,7 @@ def gpu_count() -> int:
 
 
 def choose_devices(
-    given: Sequence[str | int] | None, device: str, *, on_cpu: int = 1, stages: int | None = None
+    given: Sequence[str | int] | None, device: str, *, on_cpu: int = 1
 ) -> list[torch.device]:
     """The devices that one process drives, in the order given.
 
@@ -71,7 +71,6 @@ def choose_devices(
             (--device-ids). None: all visible GPUs; without GPUs, the CPU.
         device: auto, cpu or cuda.
         on_cpu: how many times the CPU counts if it is not given.
-        stages: if nothing is given, one device per stage: the GPUs in order, or always the CPU.
 
     Raises:
         InputError: a device is not there; GPUs and CPU are mixed; a GPU's number is given twice; or
@@ -80,10 +79,7 @@ def choose_devices(
     on_gpus = choose_device(device, Ranks()).type == "cuda"
     gpus = [f"cuda:{number}" for number in range(gpu_count() if on_gpus else 0)]
     if given is None:
-        found = gpus or ["cpu"] * on_cpu
-        if stages:
-            found = [found[stage * len(found) // stages] for stage in range(stages)]
-        return list(map(torch.device, found))
+        return list(map(torch.device, gpus or ["cpu"] * on_cpu))
     by_number = all(isinstance(entry, int) for entry in given)
     option = "--device-ids" if by_number else "--devices"
     names = [f"cuda:{entry}" if by_number else str(entry) for entry in given]

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -150,6 +151,9 @@ def prepare_model(
                 "--compile needs a C++ compiler: install g++, or set CXX to one; the "
                 "image has one with make image TARGET=development"
             )
+        header = Path(sysconfig.get_paths()["include"], "Python.h")
+        if options.compile and not header.is_file():
+            raise InputError(f"--compile needs {header}: install python3-dev")
     return model
 
 

@@ -2,8 +2,8 @@
 
 No formula knows the time of an allocator, a cache or an idle GPU, so whole steps are measured. The
 search begins at the square root of the length. It tries more segments while they gain anything, and
-fewer while they may fit. On a CPU, each number is measured in a fork of a process that has not
-trained yet, because memory that a process has freed still counts as resident.
+fewer while they may fit. Each number is measured in a process of its own: on a CPU, freed memory
+still counts as resident; on a GPU, cuBLAS would take its memory for the first number only.
 """
 
 import math
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from common import log
+from common.data.batches import DeviceBatches
 from common.errors import STOP_SIGNALS, InputError, TrainingError
 from common.files import mebibytes, read_json, write_json
 from common.group.devices import synchronize
@@ -67,8 +68,8 @@ def choose_segments(
         return int(read_json(remembered, "segments")["segments"])
     log.info("measuring segments ...")
     measure = partial(step_cost, sequence, network, run, batch_size, device)
-    if device.type == "cpu":
-        measure = partial(in_new_process, "fork", measure)
+    how = "fork" if device.type == "cpu" else "spawn"  # CUDA cannot be used after a fork
+    measure = partial(in_new_process, how, measure)
     found = in_new_process("spawn", search, sequence.length, budget, measure)
     if not found:
         raise InputError(
@@ -148,13 +149,15 @@ def step_cost(
     model = AddingRNN(network, sequence).to(device, dtype)
     optimizer = torch.optim.Adam(model.parameters())
     memory, times = PeakMemory(device), []
+    keys = ([(step, index) for index in range(batch_size)] for step in range(2))
+    batches = DeviceBatches(map(data.train.__getitems__, keys), device, dtype)
     try:
-        for step in range(2):
-            start_s = time.perf_counter()
-            sequences = data.train.__getitems__([(step, index) for index in range(batch_size)])
-            train_step(model, optimizer, sequences.to(device, dtype), segments)
+        start_s = time.perf_counter()
+        for sequences in batches:  # as in training: on a GPU, the next batch is there, too
+            train_step(model, optimizer, sequences, segments)
             synchronize(device)
             times.append(time.perf_counter() - start_s)
+            start_s = time.perf_counter()
     except MemoryError:
         return None
     except RuntimeError as error:  # which torch's allocators raise

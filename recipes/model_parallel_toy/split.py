@@ -160,10 +160,16 @@ def cut(model: Any, stages: int, sample: Tensor) -> list[nn.Sequential]:
 
 
 def devices_of_copy(options: ParallelOptions, device: str, ranks: Ranks) -> list[torch.device]:
-    """The device of each stage of this process's copy: the copies on a host take GPUs in turn."""
-    first = ranks.local_rank * options.stages
-    stages = ranks.local_world_size * options.stages
-    return choose_devices(options.devices, device, stages=stages)[first : first + options.stages]
+    """The device of each stage of this process's copy: the copies on a host share its GPUs.
+
+    Each copy has as many GPUs as the others, because DDP exchanges gradients device by device.
+    """
+    found = choose_devices(options.devices, device)
+    if options.devices:
+        return found
+    copies, stages = ranks.local_world_size, options.stages
+    first, count = ranks.local_rank * len(found) // copies, max(1, len(found) // copies)
+    return [found[first + stage * count // stages] for stage in range(stages)]
 
 
 class Chain(nn.Module):
