@@ -47,7 +47,8 @@ def record(folder: Path, step: int = 0, resumed_from: int = 0) -> str:
     os.pwrite(file, json.dumps(now).encode() + b"\n", 0)
     if before.pid in (0, now.pid):
         return ""
-    lost_s, lost = now.time_s - before.time_s, before.step - resumed_from
+    lost_s = now.time_s - before.time_s
+    lost = max(0, before.step - resumed_from)  # 0 if the first start, which resumed, made no step
     return f"restarted: lost {lost_s:.1f} s, steps done again: {lost}, now at step {step}"
 
 

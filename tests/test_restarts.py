@@ -72,6 +72,14 @@ def play(tmp_path: Path) -> Callable[..., tuple[int, Starts]]:
 Play = Callable[..., tuple[int, Starts]]
 
 
+def test_a_first_start_that_resumed_and_made_no_step_lost_none(play: Play, tmp_path: Path) -> None:
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / "snapshots" / "step_00000056.pt").touch()
+    _, starts = play(3, (0, 0, 1), (2, 0, 0))
+    (said,) = filter(None, starts.said)
+    assert said.endswith("steps done again: 0, now at step 57")
+
+
 def test_a_failure_is_followed_by_a_start_from_the_newest_snapshot(
     play: Play, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,9 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 from common import ROOT
 from common.launch.ranks import Ranks
 from common.launch.report import show_cause, show_whereabouts
+from common.training.virtual_ranks import use_virtual_ranks
 from common.watch import record, verdict
 from common.watch.stragglers import ComputeTime, Slow, find_slow
-from tests.conftest import wait_for
+from tests.conftest import Recipe, wait_for
 from tests.pool import Pool, in_group
 from tests.test_verdict import LATE, WAITED, said
 
@@ -80,6 +81,22 @@ Thread 0x00007e (most recent call first):
             "calls broadcast 7 at .*, while rank 0 on host0 calls all_reduce 7 at .* be the same",
         ),
         ([at("a", waits(7)), at("a", waits(7))], "", "all ranks came to all_reduce 7, .*network"),
+        (  # rank 1 was stopped after its record
+            [at("a", waits(8)), at("b", waits(7, "broadcast"))],
+            "rank 1 on host1",
+            "not come to all_reduce 8, which rank 0 .*: it was last seen in broadcast 7 at train",
+        ),
+        (
+            [at("a", waits(8, group="3")), at("a", waits(9, group="4"))],
+            "",
+            "each rank waits for another one, as in all_reduce 9, which rank 1 .* network",
+        ),
+        ([at("a", waits(3, "send")), at("a", waits(5, "recv"))], "", "each rank waits for another"),
+        (
+            [at("a", waits(8, group="3")), at("data.py:9 (load)"), at("a", waits(9, group="4"))],
+            "rank 1 on host1",
+            "did not come to all_reduce 9, which rank 2 .*it is at data.py:9",
+        ),
         ([at("a"), at("b")], None, ""),
         ([], None, ""),
     ],
@@ -152,6 +169,39 @@ def test_the_launcher_says_where_its_ranks_are(
     verdict.path(tmp_path, 0).unlink()  # a rank that has ended removes its record
     show_whereabouts(errors, [1])
     assert capsys.readouterr().err.startswith("rank 1 on host1, step 6: it is at data.py:9 (load)")
+
+
+def test_ranks_of_other_hosts_were_not_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "errors").write_text(json.dumps({"watched": str(tmp_path)}))
+    write(tmp_path, at("a", waits(7)), at("a", waits(7)), {}, {})
+    show_whereabouts(tmp_path / "errors", [0, 1])
+    assert "did not come" not in capsys.readouterr().err, "ranks 2 and 3 may be training"
+    write(tmp_path, at("a", waits(7)), at("a", waits(7)), at("b"), at("a", waits(7)))
+    show_whereabouts(tmp_path / "errors", [0, 1])
+    assert "rank 2 on host2 did not come to all_reduce 7" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("others", "shown"),
+    [
+        ([at("data.py:9 (load)"), at("a", waits(7))], "rank 2 on host2 did not come to all_reduce"),
+        ([at("a", waits(7)), at("a", waits(7))], "all ranks came to all_reduce 7, .* cut"),
+    ],
+)
+def test_nccls_watchdog_may_have_waited_for_another_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], others: list[dict[str, Any]], shown: str
+) -> None:
+    (tmp_path / "errors").write_text(json.dumps({"watched": str(tmp_path)}))
+    write(tmp_path, at("a", waits(7)), at("a", waits(7)), *others)
+    failed, text = [], ""
+    for rank in (0, 1):
+        failed.append((rank, -signal.SIGABRT))
+        text += WAITED.format(rank=rank)
+    assert show_cause(failed, {}, tmp_path / "errors", text) == 1
+    first = capsys.readouterr().err.strip().splitlines()[0]
+    assert re.match(f"error: {shown}", first), first
 
 
 def test_a_stack_that_is_still_being_written_says_nothing(tmp_path: Path) -> None:
@@ -239,6 +289,18 @@ def test_sigquit_asks_a_rank_where_it_is(pool: Pool, tmp_path: Path) -> None:
     assert found["step"] > 0
 
 
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_run_of_one_process_is_asked_where_it_is(recipe: Recipe, *, launched: bool) -> None:
+    """With --restarts a launcher waits for it; else it is the command's own process."""
+    options = ["--nproc", "1", "--max-steps", "150", *(["--restarts", "1"] if launched else [])]
+    process = recipe.start(*recipe.command("ddp_launch", *options, folder="run"))
+    folder = recipe.tmp_path / "run"
+    wait_for((folder / "metrics.jsonl").exists)
+    process.send_signal(signal.SIGQUIT)
+    result = recipe.finish(process, folder).assert_ok()
+    assert re.search(r"(?m)step \d+: it is at \S+:\d+ \(", result.stdout + result.stderr)
+
+
 def steps_found(
     step_s: Callable[[int, int], float], ranks: int, steps: int
 ) -> Iterator[tuple[int, Slow]]:
@@ -306,23 +368,32 @@ def test_all_ranks_of_a_slow_host_are_named_once(tmp_path: Path) -> None:
     assert news.startswith("rank 4 on host4 (cpu) computes 50% longer per step than")
     assert "(slow, too: rank 5 on host5 (cpu), rank 6 on host6 (cpu))" in news
     assert clock.news(found, tmp_path) == "", "said once"
+    assert clock.news(found._replace(ranks=[2]), tmp_path)
+    assert clock.news(found._replace(ranks=[5, 2]), tmp_path) == "", "both were named before"
 
 
 def trained(ranks: Ranks, slow: int) -> list[list[float]]:
     """All ranks' halves after training with BatchNorm, in which rank `slow` sleeps in each step."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    return steps_of(model, ranks, slow, micro_batches=2)
+
+
+def steps_of(
+    model: DistributedDataParallel, ranks: Ranks, slow: int, micro_batches: int = 1
+) -> list[list[float]]:
+    """All ranks' halves after 51 steps in which rank `slow` sleeps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     clock = ComputeTime(torch.device("cpu"))
     clock.follow(model, optimizer)
     for _ in range(51):
         clock.start()
         time.sleep(0.03 if ranks.rank == slow else 0.0)
-        for part in torch.randn(2, 8, 4):
+        for part in torch.randn(micro_batches, 8, 4):
             model(part).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         clock.end_step()
-    halves: list[list[float]] = [[]] * 2
+    halves: list[list[float]] = [[]] * ranks.world_size
     dist.all_gather_object(halves, clock.halves().tolist())
     return halves
 
@@ -335,3 +406,17 @@ def test_waiting_for_a_slow_rank_is_not_computing(pool: Pool, slow: int) -> None
         found = find_slow(halves, 0.04)
         assert found
         assert found.ranks == [slow]
+
+
+def trained_in_shards(ranks: Ranks, slow: int) -> list[list[float]]:
+    """The same with virtual ranks, and a gradient per bucket."""
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=1e-5)
+    use_virtual_ranks(model, 4, 32, 60.0)
+    return steps_of(model, ranks, slow)
+
+
+def test_waiting_for_a_partner_in_the_backward_pass_is_not_computing(pool: Pool) -> None:
+    for halves in pool.run(in_group, 4, trained_in_shards, 2):
+        assert min(halves[2]) >= 0.03
+        assert max(max(halves[rank]) for rank in (0, 1, 3)) < 0.03

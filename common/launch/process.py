@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import shlex
 import signal
-import socket
 import stat
 import sys
 import threading
@@ -47,20 +46,20 @@ def stop_at_once() -> None:
         return
     # Python calls a handler only between two bytecodes of the main thread, which may be waiting in
     # C++ for other ranks. So a thread reads which signal came.
-    came, wakeup = socket.socketpair()
-    wakeup.setblocking(False)
-    signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+    came, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     _wakeup.append(wakeup)
 
     def watch() -> None:
-        while numbers := came.recv(1):
+        while numbers := os.read(came, 1):
             if signal.getsignal(numbers[0]) is _leave:
                 _leave(numbers[0], None)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-_wakeup: list[socket.socket] = []
+_wakeup: list[int] = []
 
 
 def _leave(_number: int, _frame: object) -> None:

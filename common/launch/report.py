@@ -149,6 +149,9 @@ def show_whereabouts(errors: Path, ranks: Sequence[int]) -> None:
     for record in (verdict.read(logs, rank) for rank in ranks):
         step = record.get("step", "?")
         say(f"{record['who']}, step {step}: {verdict.whereabouts(record)}")
+    elsewhere = set(range(verdict.read(logs, 0).get("world_size", 0))) - set(ranks)
+    if any("step" not in verdict.read(logs, rank) for rank in elsewhere):
+        return  # other hosts' ranks were not asked: that they left nothing does not tell anything
     if late := verdict.verdict(logs):
         say(f"{late.who} {late.says}\n{late.stack}".strip())
 
@@ -196,11 +199,11 @@ def show_cause(
         rank, status = mute[0]
         say(f"error: rank {rank} on {host} exited with status {status}; its message is above")
         return STATUS_BAD_INPUT if status == STATUS_BAD_INPUT else STATUS_FAILED
-    elif late and late.rank in {*dict(failed), *silent}:
+    elif late and (waited or late.rank in {*dict(failed), *silent}):
         state = silent.get(late.rank, "waiting")
         doing = f" stopped answering ({state}): it" if state != "waiting" else ""
-        say(f"error: {late.who}{doing} {late.says}\n{late.stack}")
-    elif waited and not hung:  # the rank that hangs is on another host
+        say(f"error: {f'{late.who}{doing} {late.says}'.strip()}\n{late.stack}")
+    elif waited and not hung:  # the rank that hangs is on another host, and left no record
         say(f"error: {hints.with_hint(f'rank {min(waited)} on {host}: {hints.WATCHDOG}')}")
     elif hung and (waited or not reports or (reports[0]["timed_out"] and busy)):
         rank, state = max(hung.items(), key=lambda item: item[1] != "waiting")

@@ -151,12 +151,10 @@ class Run:
 
     def begin(self, state: TrainingState, data: Data, global_batch_size: int) -> None:
         """Write config and manifest, and open the metrics, cut at the resumed step."""
-        if self.ranks.world_size > 1:
-            about = {"device": str(self.devices[0]), "world_size": self.ranks.world_size}
-            timeout_s = self.options.timeout_s
-            Watch(self.logs, self.ranks.rank, about, timeout_s, lambda: state.step)
-            if self.ranks.local_rank == 0:
-                leave({"watched": str(self.logs.absolute())})
+        about = {"device": str(self.devices[0]), "world_size": self.ranks.world_size}
+        Watch(self.logs, self.ranks.rank, about, self.options.timeout_s, lambda: state.step)
+        if self.ranks.local_rank == 0:
+            leave({"watched": str(self.logs.absolute())})
         manifest = describe_run(self.devices, self.options.seed, data.fingerprint)
         with agreed():
             if self.ranks.is_main:

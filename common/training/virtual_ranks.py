@@ -17,7 +17,8 @@ Source: Li et al. 2022, "EasyScale" (arXiv 2208.14228), for schedulers; recursiv
 et al. 2005, "Optimization of Collective Communication Operations in MPICH", section 4.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -96,6 +97,7 @@ class Tree:
         self._partners: list[dist.ProcessGroup] = []
         self._under_way: list[Iterator[None]] = []
         self.sent: dict[Tensor, Tensor] | None = None  # fingerprints of gradients, in an audit
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         distance = 1
         while distance < world_size:
             pairs = [[r, r + distance] for r in range(world_size) if not r & distance]
@@ -133,7 +135,8 @@ class Tree:
         if self.sent is not None:
             gradients = zip(bucket.parameters(), bucket.gradients(), strict=True)
             self.sent |= {parameter: fingerprint(gradient) for parameter, gradient in gradients}
-        self.start(self.average(bucket.buffer()))
+        with nullcontext() if bucket.is_last() else self.waiting():
+            self.start(self.average(bucket.buffer()))
         if bucket.is_last():
             for average in self._under_way:
                 for _ in average:
@@ -151,7 +154,7 @@ class _Shards(nn.Module):
 
     def __init__(self, model: nn.Module, tree: Tree, audit_every: int) -> None:
         super().__init__()
-        self.model, self._tree, self.audit_every = model, tree, audit_every
+        self.model, self.tree, self.audit_every = model, tree, audit_every
         self.seen: dict[str, Any] = {}
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # The first shard uses the parameters themselves.
@@ -172,12 +175,12 @@ class _Shards(nn.Module):
         if self.audit_every > 0 and (self.seeds[1] + 1) % self.audit_every == 0:
             before = {name: buffer.clone() for name, buffer in buffers.items()}
             seen = {"inputs": inputs, "buffers": before, "sent": {}}
-        self.seen, self._tree.sent = seen, seen.get("sent")
+        self.seen, self.tree.sent = seen, seen.get("sent")
         out, by_shard = self._run(inputs, dist.get_rank(), self._parameters_by_shard, buffers)
-        self._tree.start(self._average_buffers(by_shard))
+        self.tree.start(self._average_buffers(by_shard))
         # The loss is the mean over the rank's samples, a shard's gradient that of the shard's mean.
         if out.requires_grad:
-            out.register_hook(lambda gradient: gradient * self._tree.shards_per_rank)
+            out.register_hook(lambda gradient: gradient * self.tree.shards_per_rank)
             if seen:
                 out.register_hook(partial(seen.__setitem__, "output_gradient"))
         return out
@@ -190,14 +193,14 @@ class _Shards(nn.Module):
         Nothing that training uses changes. `autocast` is the context that training uses.
         """
         random_state = rng_state()
-        by_shard = self._aliases(self._tree.shards_per_rank)
+        by_shard = self._aliases(self.tree.shards_per_rank)
         with autocast:
             out, _ = self._run(inputs, rank, by_shard, self.seen["buffers"])
         parameters = [parameter for own in by_shard for parameter in own.values()]
         terms = torch.autograd.grad(out, parameters, gradient)
         set_rng_state(random_state)
         count = len(self.trained)
-        return [self._tree.add_own(terms[number::count]) for number in range(count)]
+        return [self.tree.add_own(terms[number::count]) for number in range(count)]
 
     def _run(
         self,
@@ -208,12 +211,12 @@ class _Shards(nn.Module):
     ) -> tuple[Tensor, list[dict[str, Tensor]]]:
         """The outputs of one rank's shards, and each shard's buffers after it."""
         outputs, by_shard = [], []
-        parts = chunks(inputs, self._tree.shards_per_rank)
+        parts = chunks(inputs, self.tree.shards_per_rank)
         device = next(self.model.parameters()).device
         for number, (part, parameters) in enumerate(zip(parts, parameters_by_shard, strict=True)):
             own = {name: buffer.clone() for name, buffer in buffers.items()}
-            shard = rank * self._tree.shards_per_rank + number
-            seed_torch(device, *self.seeds, shard, self._tree.shards)
+            shard = rank * self.tree.shards_per_rank + number
+            seed_torch(device, *self.seeds, shard, self.tree.shards)
             # Kernels may add in another order at a less aligned address. A copy is aligned as in a
             # process with one shard.
             part = tree_map_only(Tensor, torch.clone, part) if len(parts) > 1 else part
@@ -232,7 +235,7 @@ class _Shards(nn.Module):
             assert other is not None, f"{name} has no gradient in one of the shards"
             gradients.append(other)
             parameters[name].grad = None
-        return self._tree.add_own(gradients)
+        return self.tree.add_own(gradients)
 
     def _average_buffers(self, by_shard: list[dict[str, Tensor]]) -> Iterator[None]:
         """Set the model's buffers to the mean over all shards; integers are equal in all shards."""
@@ -240,8 +243,8 @@ class _Shards(nn.Module):
         names = [name for name, buffer in first.items() if buffer.is_floating_point()]
         if names:
             flat = [torch.cat([own[n].reshape(-1) for n in names]) for own in by_shard]
-            mean = self._tree.add_own(flat)
-            yield from self._tree.average(mean)
+            mean = self.tree.add_own(flat)
+            yield from self.tree.average(mean)
             values = mean.split([first[name].numel() for name in names])
             first |= {n: v.view_as(first[n]) for n, v in zip(names, values, strict=True)}
         # The shards' own tensors must not change: autograd still needs them.

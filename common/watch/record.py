@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from common import ROOT
+from common import ROOT, log
 from common.files import write_json
 from common.watch import verdict
 from common.watch.verdict import Record
@@ -88,8 +88,11 @@ class Watch:
             self._stacks.truncate(0)
         stays = asked or before == self._step
         if stays or self._wrote:  # else it trains, and the record says so
+            found = _found(self._step) if stays else {}
             with suppress(OSError):  # the disk is full, or the folder is gone
-                write_json(self._path, self._about | (_found(self._step) if stays else {}))
+                write_json(self._path, self._about | found)
+            if asked and "RECIPES_ERRORS" not in os.environ:  # else the launcher says it
+                log.info(f"step {self._step}: {verdict.whereabouts(found)}")
         self._wrote = stays
 
     def end(self, *, keep: bool) -> None:

@@ -9,7 +9,8 @@ BatchNorm's buffers, in which the other ranks wait for rank 0.
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,7 +71,7 @@ class ComputeTime:
         self._parts: list[tuple[Any, Any]] = []
         self._queued: deque[list[tuple[Any, Any]]] = deque()
         self._steps_s: deque[float] = deque(maxlen=WINDOW)
-        self._slow: list[int] = []
+        self._slow = set[int]()
 
     def follow(self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
         """Begin to measure the steps of `ddp` and `optimizer`."""
@@ -81,6 +82,8 @@ class ComputeTime:
         if ddp.broadcast_buffers:
             ddp.register_forward_pre_hook(lambda *_: self._add(self._now()))
             ddp.module.register_forward_pre_hook(lambda *_: self.start())
+        if tree := getattr(ddp.module, "tree", None):  # --virtual-ranks
+            tree.waiting = self.waiting
 
     def _now(self) -> Any:
         if self._device.type == "cpu":
@@ -92,6 +95,13 @@ class ComputeTime:
     def start(self) -> None:
         """From now on this rank computes."""
         self._since = self._now()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within it this rank waits for others and does not compute."""
+        self._add(self._now())
+        yield
+        self.start()
 
     def _add(self, until: Any) -> None:
         if self._since is not None and until is not None:
@@ -132,9 +142,9 @@ class ComputeTime:
 
     def news(self, found: Slow, logs: Path) -> str:
         """A line that names the slow ranks; empty if it was said before."""
-        if set(found.ranks) <= set(self._slow):
+        if self._slow.issuperset(found.ranks):
             return ""
-        self._slow = found.ranks
+        self._slow.update(found.ranks)
         about = [verdict.read(logs, rank) for rank in found.ranks]
         who, *more = (f"{record['who']} ({record.get('device', '?')})" for record in about)
         also = f" (slow, too: {', '.join(more)})" if more else ""

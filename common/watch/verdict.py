@@ -60,22 +60,30 @@ def verdict(logs: Path) -> Verdict | None:
     }
     if not first:
         return None
-    alike = itemgetter("group", "number", "kind", "sizes")
+    alike = itemgetter("kind", "sizes")
     same = {rank: str(alike(call)) for rank, call in first.items()}
     usual = Counter(same.values()).most_common(1)[0][0]
     unlike = [rank for rank in first if same[rank] != usual]
-    if absent := [rank for rank in range(len(found)) if rank not in first]:
-        rank, *more = absent
-        waiting = min(first, key=lambda rank: first[rank]["number"])
+    waiting = max(first, key=lambda rank: first[rank]["number"])
+    call = _call(first[waiting], f", which {found[waiting]['who']} calls")
+    # Numbers and kinds can be compared within a group only, and not those of send and recv.
+    calls, pairs = first.values(), ("send", "recv")
+    one_group = len({c["group"] for c in calls}) == 1 and all(c["kind"] not in pairs for c in calls)
+    number = first[waiting]["number"]
+    behind = [rank for rank in first if one_group and first[rank]["number"] < number]
+    if late := [rank for rank in range(len(found)) if rank not in first] + behind:
+        rank, *more = late
         also = f" (nor did rank {', '.join(map(str, more))})" if more else ""
-        call = _call(first[waiting], f", which {found[waiting]['who']} calls")
-        says = f"did not come to {call}{also}: {whereabouts(found[rank])}"
+        seen = f"it was last seen in {_call(first[rank])}" if rank in first else ""
+        says = f"did not come to {call}{also}: {seen or whereabouts(found[rank])}"
+    elif not one_group:
+        says = f"each rank waits for another one, as in {call}: the network between them is cut"
+        return Verdict(-1, "", f"{says}, or very slow, or a rank was stopped", "")
     elif unlike:
         rank, other = unlike[0], next(rank for rank in first if same[rank] == usual)
         theirs = f"{found[other]['who']} calls {_call(first[other])}"
         says = f"calls {_call(first[rank])}, while {theirs}: they must be the same"
     else:
-        call = _call(first[0], f", which {found[0]['who']} calls")
         says = f"all ranks came to {call}: the network between them is cut, or very slow"
         return Verdict(-1, "", says, "")
     who, stack = found[rank]["who"], found[rank].get("c_stack") or found[rank].get("stack", "")

@@ -275,6 +275,7 @@ def play_restarts(folder: Path, dice: random.Random, usual_s: float, sha: str) -
                     break
                 if victims:
                     os.kill(dice.choice(victims), signal.SIGKILL)
+                    happened["kills"] += 1
         if not wait([launcher], PATIENCE_S):
             launcher.kill()
             raise RuntimeError(f"not ended after {PATIENCE_S} s: {said(folder).read_text()}")
@@ -288,7 +289,7 @@ def play_restarts(folder: Path, dice: random.Random, usual_s: float, sha: str) -
         gave_up = launcher.exitcode == 1 and "not restarted: two restarts from" in told
         if not gave_up and not (asked and launcher.exitcode in (75, -signal.SIGTERM)):
             raise RuntimeError(f"ended with {launcher.exitcode}:\n{told}")
-        happened["started again by hand"] += 1
+        happened["gave up" if gave_up else "stopped by SIGTERM"] += 1
 
 
 def soak_restarts(rounds: int, seed: int, folder: Path) -> dict[str, Any]:
