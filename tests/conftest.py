@@ -161,7 +161,7 @@ class Recipe:
         return self.finish(self.start(*command, env=env), self.tmp_path)
 
     def finish(
-        self, process: "subprocess.Popen[str]", folder: Path, timeout_s: float = 120
+        self, process: "subprocess.Popen[str]", folder: Path, timeout_s: float = 240
     ) -> Result:
         """Wait for a command."""
         start_s = time.monotonic()
