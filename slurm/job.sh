@@ -171,8 +171,8 @@ conclude() { # STATUS of the step: end the job with it, or have it requeued to g
     done
     state=$(squeue --noheader --job "$job" --format %T)
     [[ ${state:-RUNNING} == RUNNING ]] || exit "$status" # cancelled, or Slurm requeues it already
-    case $status in # the signals: of a task that had not come to listen, and torchrun says 1
-    138 | 140 | 143) status=75 ;;
+    case $status in
+    138 | 140 | 143) status=75 ;; # the signals: of a task that had not come to listen
     *) [[ ! -e $RECIPES_STOP_MARK ]] || status=75 ;;
     esac
     if ((status != 75)); then

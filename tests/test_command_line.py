@@ -196,6 +196,22 @@ def test_under_torchs_launchers(recipe: Recipe, reference: Result, launcher: str
 
 
 @pytest.mark.slow
+def test_slurms_torchrun_says_75_even_if_no_rank_listens_yet(recipe: Recipe) -> None:
+    """torchrun itself says 1, as after a failure, and the job would not be requeued."""
+    sbatch = (ROOT / "slurm" / "torchrun.sbatch").read_text()
+    (code,) = re.findall(r"(?s)^torchrun='(.*?)'$", sbatch, re.MULTILINE)
+    (signals,) = re.findall(r"--signals-to-handle=\S+", sbatch)
+    rank = recipe.tmp_path / "rank.py"
+    rank.write_text("import pathlib, time\npathlib.Path('began').touch()\ntime.sleep(99)")
+    process = recipe.start(sys.executable, "-c", code, "--master-port", "29513", signals, rank)
+    wait_for((recipe.tmp_path / "began").exists)
+    process.send_signal(signal.SIGUSR2)
+    result = recipe.finish(process, recipe.tmp_path)
+    assert result.status == 75
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp_launch", "ddp_spawn"])
 def test_under_mpirun(recipe: Recipe, reference: Result, name: str) -> None:
     need("mpirun")
