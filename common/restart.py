@@ -72,13 +72,13 @@ def with_restarts(start: Callable[[int], int], nproc: int, options: LaunchOption
         processes = max(1, processes // 2) if shrinks else nproc
         found = Path(after.folder, "snapshots").glob("step_*.pt") if after.folder else ()
         snapshots = (path.name for path in found)
-        source = f"{max(snapshots, default='the beginning')} on {processes} processes"
+        source = f"newest snapshot {max(snapshots, default='none')}, on {processes} processes"
         tried[source] += 1
         if number == options.restarts:
             say(f"not restarted: --restarts {number} is used up")
         elif tried[source] > 2:
-            say(f"not restarted: two restarts from {source} have failed")
+            say(f"not restarted: two restarts have failed ({source})")
             break
         else:
-            say(f"restart {number + 1} of {options.restarts}: from {source}")
+            say(f"restart {number + 1} of {options.restarts}: {source}")
     return status

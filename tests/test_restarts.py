@@ -88,8 +88,8 @@ def test_a_failure_is_followed_by_a_start_from_the_newest_snapshot(
     costs = [said.split(" s, ")[1] for said in starts.said if said]
     assert costs == ["steps done again: 3, now at step 5", "steps done again: 1, now at step 9"]
     assert capsys.readouterr().err.splitlines() == [
-        "restart 1 of 3: from step_00000004.pt on 4 processes",
-        "restart 2 of 3: from step_00000008.pt on 4 processes",
+        "restart 1 of 3: newest snapshot step_00000004.pt, on 4 processes",
+        "restart 2 of 3: newest snapshot step_00000008.pt, on 4 processes",
     ]
 
 
@@ -104,7 +104,7 @@ def test_no_third_restart_from_one_snapshot(play: Play, capsys: pytest.CaptureFi
     status, starts = play(9, (7, 4, 1), (3, 0, 1), (3, 0, 1))
     assert (status, len(starts.processes)) == (1, 3)
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "not restarted: two restarts from step_00000004.pt on 4 processes have failed"
+        "not restarted: two restarts have failed (newest snapshot step_00000004.pt, on 4 processes)"
     )
     status, starts = play(2, (7, 8, 1), (3, 12, 1), (3, 16, 1))
     assert (status, len(starts.processes)) == (1, 3)

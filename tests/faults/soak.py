@@ -286,7 +286,7 @@ def play_restarts(folder: Path, dice: random.Random, usual_s: float, sha: str) -
             starts = re.findall(r"(?m)^restart \d+ of .* on (\d) processes", told)
             happened.update([f"restarts on {number}" for number in starts])
             return happened
-        gave_up = launcher.exitcode == 1 and "not restarted: two restarts from" in told
+        gave_up = launcher.exitcode == 1 and "not restarted: two restarts have failed" in told
         if not gave_up and not (asked and launcher.exitcode in (75, -signal.SIGTERM)):
             raise RuntimeError(f"ended with {launcher.exitcode}:\n{told}")
         happened["gave up" if gave_up else "stopped by SIGTERM"] += 1
