@@ -390,7 +390,10 @@ def test_killed_ranks_are_restarted_in_the_same_folder(
     assert_same(result, reference)
     assert list(runs.iterdir()) == [folder]
     assert len(result.errors) == 2, "one for each failure"
-    assert re.findall(r"(?m)^restart (\d) of 2: from step_0000", result.stderr) == ["1", "2"]
+    assert re.findall(r"(?m)^restart (\d) of 2: newest snapshot step_0000", result.stderr) == [
+        "1",
+        "2",
+    ]
     lost = re.findall(r"(?m)^restarted: lost \d+\.\d s, steps done again: (\d+)", result.stdout)
     assert len(lost) == 2
     assert all(int(steps) <= 5 for steps in lost), "a snapshot is written every 4 steps"
