@@ -9,7 +9,8 @@
 #: ROUNDS=N                rounds of killed, damaged and resumed runs (soak; default 50)
 #: STACK=cu130             versions of CUDA and torch, from docker/stacks.json (default cu132)
 #: TARGET=development      an image with the tests and a C compiler (image, image-run)
-#: IMAGE=NAME BUILD="..."  name of the image (image, image-run); more options of docker build (image)
+#: IMAGE=NAME              name of the image (image, image-run)
+#: BUILD="..."             more options of docker build (image)
 #: GPUS=device=0           docker's --gpus (image-run; default: all, if there are any)
 #: RUNS=DIR                folder on this machine that is mounted as runs/ (image-run; default runs)
 #: DOCKER_ARGS="..."       more options of docker run (image-run)
@@ -20,9 +21,9 @@ LOCK := docker/stacks/$(STACK).txt
 STACKS = $(shell python3 -c 'import json; print(*json.load(open("docker/stacks.json")))')
 VENV := $(if $(filter cu132,$(STACK)),.venv,.venv-$(STACK))
 ifdef PYTHON  # an interpreter that already has torch: nothing is installed
-INSTALLED :=
-INSTALLED_DEV :=
-INSTALLED_PEERS :=
+INSTALLED := packages
+INSTALLED_DEV := packages-dev
+INSTALLED_PEERS := packages-peers
 else
 # Not by the link's name: a run imports from the same folder until its end, whatever `make venv` does.
 PYTHON = $(shell readlink $(VENV) || echo $(VENV))/bin/python
@@ -40,10 +41,20 @@ LAUNCH = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) \
 	$(if $(NODE_RANK),--node-rank $(NODE_RANK)) $(if $(MASTER_ADDR),--master-addr $(MASTER_ADDR)) \
 	$(if $(MASTER_PORT),--master-port $(MASTER_PORT))
 
+# Before anything is installed or started: a mistyped variable would start something else.
+GIVEN := $(strip $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),'$(name)')))
+ifneq ($(GIVEN),)
+ifneq ($(shell ! command -v python3 >/dev/null || \
+	python3 tools/make_variables.py $(firstword $(MAKEFILE_LIST)) '$(MAKECMDGOALS)' $(GIVEN) || echo no),)
+$(error nothing was started)
+endif
+endif
+
 .DEFAULT_GOAL := help
 .PHONY: run predict evaluate new reproduce doctor tensorboard diff-ddp check format test test-slow \
 	faults soak gpu-check bench bench-peers image image-run image-test image-repro sbom slurm-check \
-	test-slurm venv lock audit clean help venv-dev venv-peers
+	test-slurm venv lock audit clean help venv-dev venv-peers packages packages-dev packages-peers \
+	need-run need-input
 
 ## Run
 
@@ -51,10 +62,10 @@ run: $(INSTALLED) ## Train: make run RECIPE=ddp_launch [NPROC=2] [ARGS="--epochs
 	@$(if $(RECIPE),$(PYTHON) -m recipes $(RECIPE) $(LAUNCH) $(ARGS), \
 		$(PYTHON) -m recipes; echo "error: no recipe given: make run RECIPE=NAME" >&2; exit 2)
 
-predict: $(INSTALLED) ## Show the classes of images: make predict RUN=runs/ddp_launch/... INPUT=photos
+predict: need-run need-input $(INSTALLED) ## Show the classes of images: make predict RUN=runs/ddp_launch/... INPUT=photos
 	@$(PYTHON) -m recipes predict $(RUN) $(INPUT) $(ARGS)
 
-evaluate: $(INSTALLED) ## Evaluate a finished run again, or on other photos [NPROC=2] [ARGS="--data-path DIR"]
+evaluate: need-run $(INSTALLED) ## Evaluate a finished run again, or on other photos [NPROC=2] [ARGS="--data-path DIR"]
 	@$(PYTHON) -m recipes evaluate $(RUN) $(if $(NPROC),--nproc $(NPROC)) $(ARGS)
 
 new: ## Begin a recipe of your own, as a copy of ddp_launch: make new RECIPE=NAME (docs/bring-your-own.md)
@@ -63,18 +74,30 @@ new: ## Begin a recipe of your own, as a copy of ddp_launch: make new RECIPE=NAM
 	@mkdir recipes/$(RECIPE) 2>/dev/null || { echo "error: recipes/$(RECIPE) exists: give another RECIPE" >&2; exit 2; }
 	@for file in __init__ train; do \
 		sed 's/ddp_launch/$(RECIPE)/g' recipes/ddp_launch/$$file.py >recipes/$(RECIPE)/$$file.py; done
+	@sed -i '1s/.*/"""A copy of ddp_launch, yours to change: say here what it trains./' recipes/$(RECIPE)/train.py
 	@echo "recipes/$(RECIPE)/train.py is yours to change: docs/bring-your-own.md shows how"
 
-reproduce: $(INSTALLED) ## Repeat a recorded run and compare the bits: make reproduce RUN=runs/ddp_launch/...
+reproduce: need-run $(INSTALLED) ## Repeat a recorded run and compare the bits: make reproduce RUN=runs/ddp_launch/...
 	@$(PYTHON) -m recipes reproduce $(RUN) $(if $(AGAINST),--against $(AGAINST)) $(ARGS)
+
+# What ARGS begins with can be the run; ARGS=--help needs none.
+IN_ARGS = $(filter -h --help,$(ARGS))$(filter-out -%,$(firstword $(ARGS)))
+
+need-run:
+	@$(if $(RUN)$(IN_ARGS),,echo "error: no run given: make $(firstword $(MAKECMDGOALS)) \
+	RUN=runs/ddp_launch/... needs the folder of a finished run" >&2; exit 2)
+
+need-input:
+	@$(if $(INPUT)$(IN_ARGS),,echo "error: no images given: make predict RUN=$(or $(RUN),runs/...) \
+	INPUT=photos needs a file or a folder" >&2; exit 2)
 
 ## Look
 
-doctor: $(INSTALLED) ## Say what on this machine would stop a run [NPROC=4 adds a real all-reduce]
+doctor: $(filter venv,$(INSTALLED)) ## Say what on this machine would stop a run [NPROC=4 adds a real all-reduce]
 	@$(PYTHON) -m recipes doctor $(if $(NPROC),--nproc $(NPROC)) $(ARGS)
 
 tensorboard: $(INSTALLED) ## Show the curves of all runs in a browser
-	@$(PYTHON) -m tensorboard.main --logdir runs
+	@$(PYTHON) -m tensorboard.main --logdir runs $(ARGS)
 
 diff-ddp: ## Show how little ddp_launch and ddp_spawn differ
 	@diff -U1 recipes/ddp_launch/train.py recipes/ddp_spawn/train.py || true
@@ -166,6 +189,8 @@ venv: ## Make or renew the Python environment (other targets do this by themselv
 	test -f $(LOCK) || { echo "error: no stack $(STACK): STACK is one of $(STACKS)" >&2; exit 2; }; \
 	python3 -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
 		{ echo "error: python3 is $$(python3 --version): 3.11 to 3.13 is needed" >&2; exit 2; }; \
+	python3 -c 'import ensurepip, venv' 2>/dev/null || { echo "error: python3 cannot make environments: \
+	apt install python3-venv, or your distribution's package of the modules venv and ensurepip" >&2; exit 2; }; \
 	echo "making $(VENV) from $(LOCK): some minutes and 6 GB, once"; \
 	new=$(VENV)-$$(sha256sum $(LOCK) | cut -c1-8); old=$$(readlink $(VENV) || true); \
 	cmp -s $(LOCK) $$new/lock.txt || { python3 -m venv --clear $$new; \
@@ -174,6 +199,9 @@ venv: ## Make or renew the Python environment (other targets do this by themselv
 	test -L $(VENV) || test ! -d $(VENV) || { old=$(VENV)-old; mv -T $(VENV) $$old; }; \
 	ln -sfn $$new $(VENV).new; mv -T $(VENV).new $(VENV); \
 	test -z "$$old" || echo "$$old is left for the runs that use it: delete it after them"; }
+
+packages packages-dev packages-peers:
+	@$(PYTHON) tools/packages.py $(patsubst packages-%,%,$(filter-out packages,$@))
 
 venv-dev venv-peers: venv-%: venv
 	@cmp -s docker/stacks/$*.txt $(VENV)/lock-$*.txt || { set -e; \

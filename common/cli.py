@@ -1,26 +1,26 @@
 """From a command line to a running recipe. Imports no torch, so that a launcher starts at once."""
 
 import contextlib
-import difflib
 import gc
-import io
-import math
 import os
 import re
 import resource
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, fields, make_dataclass
+from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Any, NoReturn, TypeVar
 
 from common.errors import STATUS_FINISHED, InputError
-from common.hints import hint
+from common.launch.capacity import refuse_more_than_fit
 from common.launch.process import python_path, run_rank
 from common.launch.ranks import Ranks, resolve
 from common.launch.report import report, say
 from common.launch.start import LaunchOptions, launch
+from common.parse import input_errors, parse_group
+from common.parse import parse as parse
 from common.restart import with_restarts
 from common.stack import check_versions
 
@@ -42,12 +42,13 @@ def start(name: str, arguments: Sequence[str]) -> int:
         ranks, given = _resolve(arguments)
         alone = ranks.launcher == "none" and not {"-h", "--help", "--dry-run"} & set(given)
         if alone and _launched(name) == "ranks":
-            with _input_errors():
-                options = _tyro(name, LaunchOptions, given, return_unknown_args=True)[0]
+            with input_errors():
+                options = parse_group(name, LaunchOptions, given, return_unknown_args=True)[0]
             nproc = options.processes
             several = options.nnodes * nproc > 1 or options.restarts
             if several and not (options.compare or options.check):
                 _warn_of_idle_nodes(options)
+                refuse_more_than_fit(nproc)
                 command = ["-m", "recipes", name, *given]
                 return with_restarts(lambda n: launch(command, n, options), nproc, options)
     except InputError as error:
@@ -57,9 +58,7 @@ def start(name: str, arguments: Sequence[str]) -> int:
     try:
         recipe = import_module(f"recipes.{name}.train")
     except ModuleNotFoundError as error:
-        missing = f"{sys.executable} has no package {error.name}"
-        fix = "run make venv and use .venv/bin/python, or an interpreter with torch"
-        return report(InputError(f"{missing}: {fix}"), Ranks())
+        return refuse_missing(error)
     gc.freeze()
     gc.enable()
     return int(recipe.main(arguments))
@@ -100,8 +99,15 @@ def run(
             _refuse_wrong_number(name, options, ranks, needed)
         if alone and spawn and options.nnodes > 1:
             raise InputError(f"{name} starts processes on one host only: use ddp_launch")
+        if options.check and "RECIPES_CHECK" not in os.environ:
+            if not alone or options.nnodes > 1 or not hasattr(config, "run"):
+                if ranks.is_main:
+                    print("ok: the options fit; data, model and folder were not looked at")
+                return STATUS_FINISHED
+            with _folder_of_check():
+                return run(name, config_class, train, arguments, spawn, processes)
         if options.check:
-            return STATUS_FINISHED
+            options = replace(options, restarts=0, shrink=False)
         if alone and (needed != 1 or options.restarts):
             _warn_of_idle_nodes(options)
             nproc = needed // options.nnodes if needed else options.processes
@@ -112,6 +118,8 @@ def run(
                 return with_restarts(lambda n: launch(command, n, options), nproc, options)
     except InputError as error:
         return refuse(error, ranks)
+    except SystemExit:  # after --help; at Python's own end, triton 3.9 shows what it leaks
+        return STATUS_FINISHED
 
     def body() -> None:
         from common.group.rendezvous import refuse_together  # imports torch
@@ -122,6 +130,17 @@ def run(
             raise refuse_together(error, ranks) from None
 
     return run_rank(body, ranks)
+
+
+@contextlib.contextmanager
+def _folder_of_check() -> Iterator[None]:
+    """A folder for what `--check` writes, named to the ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["RECIPES_CHECK"] = folder
+        try:
+            yield
+        finally:
+            del os.environ["RECIPES_CHECK"]
 
 
 def _launched(name: str) -> str:
@@ -173,6 +192,8 @@ def _refuse_wrong_number(
             f"--nproc {options.nproc}, but {name} with these options needs {what}, whatever the "
             "number of devices: leave it out"
         )
+    else:
+        refuse_more_than_fit(needed // options.nnodes if needed else options.processes)
 
 
 def _refuse_to_shrink(config: Any) -> None:
@@ -208,72 +229,7 @@ def refuse(error: InputError, ranks: Ranks | None = None) -> int:
     return report(error, ranks or Ranks())
 
 
-def parse(name: str, config_class: type[C], arguments: Sequence[str]) -> tuple[LaunchOptions, C]:
-    """The options as dataclasses; `--help` prints and exits.
-
-    Raises:
-        InputError: unknown options, wrong values or combinations.
-    """
-    kinds = get_type_hints(config_class)
-    groups = [(f.name, kinds[f.name], f) for f in fields(config_class)]  # type: ignore[arg-type]
-    launch_group = ("launch", LaunchOptions, LaunchOptions())
-    both = make_dataclass("Options", [launch_group, *groups], frozen=True, kw_only=True)
-    both.__doc__ = " "
-    names = [option.name for kind in (LaunchOptions, *kinds.values()) for option in fields(kind)]
-    with _input_errors([f"--{name.replace('_', '-')}" for name in names]):
-        if {"-h", "--help"} & set(arguments):  # tyro would join the lines of each paragraph
-            print(sys.modules[config_class.__module__].__doc__)
-        options = _tyro(name, both, arguments)
-        _refuse_unusable_numbers(options)
-        return options.launch, config_class(**{n: getattr(options, n) for n, _, _ in groups})
-
-
-def _refuse_unusable_numbers(options: Any) -> None:
-    """Raise ValueError for a number that is infinite, not a number, or too large for torch."""
-    for group in asdict(options).values():
-        for name, value in group.items():
-            option = name.replace("_", "-")
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"--{option} must be a finite number, got {value}")
-            if isinstance(value, int) and abs(value) >= 2**63:
-                raise ValueError(f"--{option} must be below 2^63, got {value}")
-
-
-def _tyro(name: str, options: type, arguments: Sequence[str], **more: Any) -> Any:
-    """Parse the command line; options have no prefix from their group."""
-    import tyro
-
-    config = (tyro.conf.OmitArgPrefixes,)
-    prog = f"python -m recipes {name}"
-    return tyro.cli(options, prog=prog, args=list(arguments), config=config, **more)
-
-
-@contextlib.contextmanager
-def _input_errors(known: Sequence[str] = ()) -> Iterator[None]:
-    """Raise InputError for what tyro or a dataclass refuses; `known` are the options to suggest."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            yield
-    except SystemExit as end:
-        if end.code in (0, None):
-            raise
-        raise InputError(_one_line(said.getvalue(), known)) from None
-    except BrokenPipeError:  # --help into a program that reads a part of it
-        raise SystemExit(0) from None
-    except ValueError as error:
-        raise InputError(str(error)) from None
-
-
-def _one_line(box: str, known: Sequence[str]) -> str:
-    """The first paragraph of tyro's error box as one line, with the option that is the nearest."""
-    box = re.sub(r"\x1b\[[\d;]*m", "", box)  # colours, on a terminal
-    framed = box.lstrip().startswith("╭")  # else, on an ASCII terminal, the title is a paragraph
-    lines = [line.strip("│ ") for line in box.splitlines() if not re.match("[╭╰]", line)]
-    paragraphs = re.split(r"(?m)^[─-]+$", "\n".join(lines))
-    text = " ".join(paragraphs[0 if framed or len(paragraphs) == 1 else 1].split())
-    text = re.sub(r"^Error parsing (\w+: )?|\. Got errors: .*", "", text).rstrip(" .")
-    unknown = re.search(r"Unrecognized options: (--[\w-]+)", text)
-    if unknown and not hint(text) and (near := difflib.get_close_matches(unknown[1], known, n=1)):
-        text += f" (perhaps you meant {near[0]})"
-    return ". ".join(filter(None, [text, hint(text), "--help lists the options"]))
+def refuse_missing(error: ModuleNotFoundError) -> int:
+    """Say which package this interpreter has not; return the status."""
+    fix = "run make venv and use .venv/bin/python, or an interpreter with torch"
+    return report(InputError(f"{sys.executable} has no package {error.name}: {fix}"), Ranks())

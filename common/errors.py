@@ -29,15 +29,24 @@ class TrainingError(RuntimeError):
     """Training cannot continue; says what happened and what to do about it."""
 
 
+class SampleError(TrainingError):
+    """The user's data set or collate function failed; its traceback is shown, too."""
+
+
 class PeerError(TrainingError):
     """Another rank failed, and has shown its own message."""
+
+
+class Checked(Exception):
+    """`--check` has found nothing that would stop the run."""
 
 
 class StopRequested(Exception):
     """A signal asked the run to stop, and its state is saved."""
 
 
-def multiples_near(number: int, divisor: int) -> str:
-    """The multiples of `divisor` around `number`, for a message."""
+def multiples_near(number: int, divisor: int, most: int | None = None) -> str:
+    """The multiples of `divisor` around `number`, from 1 to `most`, for a message."""
     below = number - number % divisor
-    return " or ".join(str(size) for size in (below, below + divisor) if size)
+    sizes = (below, below + divisor)
+    return " or ".join(str(size) for size in sizes if 0 < size <= (most or size))

@@ -1,10 +1,11 @@
-"""Figures. Without matplotlib there is a warning instead: no run fails because of a figure."""
+"""Figures. Where none can be drawn there is a warning: no run fails because of a figure."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from common import log
+from common.owner import refuse_lost
 
 
 def save_figure(path: Path, plot: Callable[..., None], panels: int = 1) -> None:
@@ -30,5 +31,9 @@ def save_figure(path: Path, plot: Callable[..., None], panels: int = 1) -> None:
         panel.grid(alpha=0.3)
     plot(*axes[0])
     metadata: dict[str, Any] = {"Software": None}
-    figure.savefig(path, dpi=110, metadata=metadata)
+    refuse_lost(path)
+    try:
+        figure.savefig(path, dpi=110, metadata=metadata)
+    except OSError as error:
+        log.warning(f"{path} is not drawn: {error.strerror}")
     pyplot.close(figure)

@@ -1,40 +1,21 @@
-"""Files that are written completely or not at all, folders with one owner, the hash of weights."""
+"""Files that are written completely or not at all, folders of results, the hash of weights."""
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from common import log
 from common.errors import InputError
-
-_FILES = {
-    errno.ENOSPC: "make room",
-    errno.EDQUOT: "make room within your quota",
-    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.EACCES: "get the right to write there",
-    errno.EPERM: "get the right to write there",
-    errno.EROFS: "mount the file system read-write",
-    errno.ENAMETOOLONG: "choose a shorter path",
-}
-"""Number of a failure to write a file to the advice."""
-
-
-def fix(error: BaseException | None) -> str:
-    """What to do about a file or folder that cannot be written."""
-    return _FILES.get(getattr(error, "errno", None) or 0, "make the folder writable")
+from common.writing import RESUME, fix, publish, writing
 
 
 def weights_sha256(state_dict: dict[str, Tensor]) -> str:
@@ -48,28 +29,38 @@ def weights_sha256(state_dict: dict[str, Tensor]) -> str:
 
 
 def save_weights(weights: dict[str, Tensor], path: Path) -> None:
-    """Save a state_dict to a temporary file, then rename it."""
-    path.parent.mkdir(exist_ok=True)
-    with _replaced(path) as file:
-        torch.save(weights, file)
+    """Save a run's state_dict completely or not at all.
+
+    Raises:
+        TrainingError: it cannot be written.
+    """
+    with writing(path, then=RESUME):
+        publish(path.parent, _temporary(path), partial(torch.save, weights), lambda _: path.name)
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON to a temporary file, then rename it."""
-    with _replaced(path) as file:
-        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-        # JSON's own escape for bytes of a file name that are no UTF-8
-        file.write(text.encode("utf-8", "backslashreplace"))
+    """Write JSON completely or not at all.
+
+    Raises:
+        TrainingError: it cannot be written.
+    """
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    # JSON's own escape for bytes of a file name that are no UTF-8
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
-@contextmanager
-def _replaced(path: Path) -> Iterator[IO[bytes]]:
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())  # else a crash of the host can leave an empty file
-    temporary.rename(path)
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file completely or not at all.
+
+    Raises:
+        TrainingError: it cannot be written.
+    """
+    with writing(path):
+        publish(path.parent, _temporary(path), lambda f: f.write(content), lambda _: path.name)
+
+
+def _temporary(path: Path) -> str:
+    return path.with_suffix(".tmp").name
 
 
 def read_json(path: Path, *numbers: str) -> dict[str, Any]:
@@ -139,49 +130,6 @@ def lost_file(folder: Path, summary: dict[str, Any], records: Iterable[str]) -> 
     return ""
 
 
-def lock(folder: Path, patience_s: float = 120.0) -> IO[str]:
-    """Own `folder` until this process ends or closes the file that is returned.
-
-    The kernel gives the lock back when the process ends, however it ends. A network file system may
-    give back the lock of a dead host late: the lock of another host is waited for.
-
-    Args:
-        folder: exists.
-        patience_s: how long to wait for another host [s].
-
-    Raises:
-        InputError: another process owns the folder.
-    """
-    file, here = (folder / ".lock").open("a+", errors="replace"), f"host {socket.gethostname()}"
-    deadline, waits = time.monotonic() + patience_s, False
-    while True:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not held by forks, unlike flock
-            break
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                log.warning(
-                    f"{folder} cannot be locked ({error.strerror}): start one run at a time"
-                )
-                break
-        file.seek(0)
-        owner = file.read() or "another process"
-        if owner.startswith(f"{here},") or time.monotonic() > deadline:
-            file.close()
-            raise InputError(
-                f"{folder} belongs to a run that is still going ({owner}): wait for its end, or "
-                "choose another --output-dir"
-            )
-        if not waits:
-            log.info(f"{folder} belongs to {owner}: waiting up to {patience_s:.0f} s for its end")
-        waits = True
-        time.sleep(0.5)
-    file.truncate(0)
-    file.write(f"{here}, process {os.getpid()}")
-    file.flush()
-    return file
-
-
 def new_folder(parent: Path) -> Path:
     """Make a folder named by the time; a second run in the same second gets another name."""
     stamp = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
@@ -210,16 +158,42 @@ def result_folder(given: Path | None, recipe: str, kind: str) -> Path:
     folder = given or new_folder(Path("runs") / recipe)
     if (folder / f"{kind}.json").exists():
         raise InputError(f"{folder} already holds {kind}.json: choose another --output-dir")
+    make_folder(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise InputError(not_writable(folder, error)) from error
     return folder
 
 
+def make_folder(folder: Path) -> None:
+    """Make an --output-dir if it does not exist.
+
+    Raises:
+        InputError: it cannot be made, or is the root of the file system.
+    """
+    if os.path.realpath(folder) == "/":
+        raise InputError(
+            f"--output-dir {folder} is the root of the file system: choose a folder of its own"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(not_writable(folder, error)) from error
+
+
 def not_writable(folder: Path, error: OSError) -> str:
     """The message for an --output-dir, or the default one, that cannot be written."""
+    missing = error.errno in (errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+    for place in (folder, *folder.parents) if missing else ():
+        if os.path.lexists(place) and not place.is_dir():
+            what = "a file, not a folder"
+            if not place.exists():
+                what = f"a link to {place.readlink()}, which does not exist"
+            return (
+                f"--output-dir {folder} cannot be made ({place} is {what}): choose another "
+                "--output-dir"
+            )
     advice = fix(error)
     if error.errno in (errno.EACCES, errno.EPERM) and "RECIPES_STACK" in os.environ:
         advice = (

@@ -1,6 +1,8 @@
 """Known failures and what to do about each: the only table of advice."""
 
+import difflib
 import re
+from collections.abc import Collection
 
 SHARED_MEMORY_HINT = "in a container give --shm-size=8g or --ipc=host"
 LOCKED_MEMORY_HINT = (
@@ -81,6 +83,9 @@ _TABLE = {
     r"no CUDA-capable device": (
         "check CUDA_VISIBLE_DEVICES, and that nvidia-smi -L lists a GPU, or in MIG mode an instance"
     ),
+    r"ended too early": (
+        "its work was not done: look for exit(), sys.exit() or os._exit() in the code that it runs"
+    ),
     r"killed by SIGKILL": "perhaps out of memory (see dmesg): try half the --global-batch-size",
     r"killed by SIGSEGV": (
         "a library crashed; PYTHONFAULTHANDLER=1 shows where. If in NCCL, NCCL_CUMEM_HOST_ENABLE=0 "
@@ -99,7 +104,10 @@ _TABLE = {
         "a rank did not answer within --timeout-s: it hangs, is much slower than the others, or "
         "calls other collectives (TORCH_DISTRIBUTED_DEBUG=DETAIL names them), or the network is cut"
     ),
-    _FOLLOWS: "a rank that this rank talked to is gone: look for its error, on its host",
+    _FOLLOWS: (
+        "a rank that this rank talked to is gone: look for its error, on its host; one without an "
+        "error has called exit()"
+    ),
     r"op\.preamble\.length|Mismatch between collective|message truncated": (
         "the ranks call different collectives, or tensors of different sizes: "
         "TORCH_DISTRIBUTED_DEBUG=DETAIL names them"
@@ -133,19 +141,51 @@ _TABLE = {
     r"does not have a deterministic implementation": (
         "choose another operation, or add --no-deterministic and give up the same bits"
     ),
+    r"values to unpack \(expected": (
+        "if these are the parts of your samples, name each of them in the last line of the "
+        "traceback, as in images, labels, weights (docs/bring-your-own.md, Samples)"
+    ),
+    r"zero-dimensional tensor .* cannot be concatenated": (
+        "a loss function gave one number for the whole batch: give it reduction='none', for one "
+        "loss per sample (docs/bring-your-own.md, The loss)"
+    ),
     r"invalid choice 'cuda:": "give --device cuda, and the GPU's number in CUDA_VISIBLE_DEVICES",
-    # How tutorials spell options.
-    r"options: --(batch[-_]?size|bs)\b": "say --global-batch-size or --batch-size-per-rank",
-    r"options: --(use[-_])?sync[-_]?bn": "say --sync-bn",
-    r"options: --(nproc[-_]per[-_]node|world[-_]?size|(num[-_])?gpus)\b": (
-        "say --nproc N for N processes on this host"
-    ),
-    r"options: --(dist[-_]?url|init[-_]method)\b": (
-        "say --nnodes, --node-rank, --master-addr and --master-port; one host needs none of them"
-    ),
     r"'mpi'": "PyTorch's wheels are built without MPI; mpirun as a launcher works with gloo",
 }
 """Pattern of a message to the advice. The first match counts."""
+
+
+_GPUS = r"(nproc|processes|gpus|devices)-per-node|world-?size|(num-|n-)?(gpus|procs|processes)"
+_OTHER_NAMES = [
+    (r"batch-?size|bs", "--global-batch-size", "--batch-size-per-rank"),
+    (r"(use-)?sync-?bn", "--sync-bn"),
+    (_GPUS, "--devices", "--device-ids"),  # of a recipe of one process
+    (_GPUS, "--nproc"),
+    (r"dist-?url|init-method", "--master-addr"),
+    (r"learning-rate|base-lr", "--lr"),
+    (r"(num-|n-)?(data-|loader-)?workers", "--num-workers"),
+    (r"(out|output|save|log|work|run)(-?dir|-path|-folder)?", "--output-dir"),
+    (r"(data|dataset|train)-?(dir|root|folder)|root", "--data-path"),
+    (r"(num-|max-|train-)?(steps|iters|iterations)", "--max-steps"),
+    (r"(print|log)-(freq|interval|steps)", "--log-every"),
+    (r"(save|checkpoint|snapshot)-(freq|interval|steps|every)", "--snapshot-every"),
+    (r"(gradient|grad)-accum(ulation)?(-steps)?|accumulate-grad-batches", "--accumulate"),
+    (r"arch|model-name", "--model"),
+    (r"amp|fp16|bf16|dtype|mixed-precision", "--precision"),
+    (r"pretrained|checkpoint|ckpt", "--weights", "--resume"),
+    (r"wd", "--weight-decay"),
+    (r"max-(grad-)?norm|grad(ient)?-clip(ping)?", "--clip-grad-norm"),
+]
+"""Pattern of an option as tutorials spell it, without `--`; the options here that mean the same."""
+
+
+def meant(option: str, known: Collection[str]) -> str:
+    """The options of `known` that mean what `option` means elsewhere, or that look like it."""
+    name = option.lstrip("-").replace("_", "-").lower()
+    for pattern, *names in _OTHER_NAMES:
+        if re.fullmatch(pattern, name) and (here := [n for n in names if n in known]):
+            return " or ".join(here)
+    return next(iter(difflib.get_close_matches(option, known, n=1)), "")
 
 
 def hint(message: str) -> str:

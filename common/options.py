@@ -1,7 +1,8 @@
-"""What options have in common: which ones a run may resume with other values of; least values."""
+"""What options have in common: which may change when a run resumes, least values, ~ in paths."""
 
-from dataclasses import field
-from typing import TypeVar
+from dataclasses import field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -22,3 +23,21 @@ def refuse_below(options: object, **least: float) -> None:
         value = getattr(options, name)
         if value is not None and not value >= minimum:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {minimum}, got {value}")
+
+
+def given_path(text: str | Path) -> Path:
+    """A path of the command line. A shell leaves the ~ in --option=~/folder as it is.
+
+    Raises:
+        ValueError: ~NAME, where nobody has this name.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{text}: there is no home folder of this name") from None
+
+
+def with_homes(options: Any) -> Any:
+    """A dataclass of options with `given_path` of each path."""
+    paths = {f.name: getattr(options, f.name) for f in fields(options)}
+    return replace(options, **{k: given_path(v) for k, v in paths.items() if isinstance(v, Path)})

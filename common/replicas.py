@@ -75,11 +75,14 @@ def audit(shards: Any, autocast: torch.autocast) -> str:
     mine: Any = (seen["inputs"], seen["output_gradient"]) if dist.get_rank() == owner else ()
     mine = tree_map_only(Tensor, lambda x: x.to("cpu", copy=True), mine)
     device = seen["output_gradient"].device
-    inputs, gradient = tree_map_only(Tensor, lambda x: x.to(device), broadcast(mine, owner))
+    with shards.tree.waiting():
+        mine = broadcast(mine, owner)
+    inputs, gradient = tree_map_only(Tensor, lambda x: x.to(device), mine)
     again = shards.gradients_again(owner, inputs, gradient, autocast)
     shards.seen = {}
-    sent = _votes(seen["sent"][parameter] for parameter in shards.trained.values())
-    votes = [(owner, sent[owner]), *enumerate(_votes(map(fingerprint, again)))]
+    with shards.tree.waiting():
+        sent = _votes(seen["sent"][parameter] for parameter in shards.trained.values())
+        votes = [(owner, sent[owner]), *enumerate(_votes(map(fingerprint, again)))]
     names = [f"{name.removeprefix('_orig_mod.')}'s gradient" for name in shards.trained]
     what = f"differs when all ranks compute rank {owner}'s part of step {step} again"
     return _verdict(what, names, votes)

@@ -1,6 +1,7 @@
 """What the person sees: rank 0's lines and progress bar."""
 
 import logging
+import os
 import shutil
 import sys
 import threading
@@ -20,7 +21,7 @@ tqdm.set_lock(threading.RLock())  # tqdm's default lock is a semaphore, which a 
 def set_up_logs(ranks: Ranks) -> None:
     """Rank 0 talks to the person; the other ranks write to files only (see `Run`)."""
     log.handlers.clear()
-    log.setLevel(logging.INFO)
+    log.setLevel(logging.WARNING if "RECIPES_CHECK" in os.environ else logging.INFO)
     log.propagate = False
     with suppress(AttributeError):  # in a test, stdout is no file
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

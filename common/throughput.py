@@ -3,7 +3,6 @@
 import math
 import resource
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -76,16 +75,14 @@ def samples_per_s(
         device: where the batches go.
         limit_s: stop after this time [s].
     """
-    with warnings.catch_warnings():  # the sweep tries more processes than there are cores
-        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-        loader = make_loader()
-        next(iter(loader))
-        iterator = iter(loader)  # drops the batches that were loaded ahead
-        count, start_s = 0, time.perf_counter()
-        for batch in iterator:
-            parts = (part for part in tree_leaves(batch) if isinstance(part, Tensor))
-            count += max(len(part.to(device, non_blocking=True)) for part in parts)
-            if time.perf_counter() - start_s > limit_s:
-                break
-        synchronize(device)
-        return count / (time.perf_counter() - start_s)
+    loader = make_loader()
+    next(iter(loader))
+    iterator = iter(loader)  # drops the batches that were loaded ahead
+    count, start_s = 0, time.perf_counter()
+    for batch in iterator:
+        parts = (part for part in tree_leaves(batch) if isinstance(part, Tensor))
+        count += max(len(part.to(device, non_blocking=True)) for part in parts)
+        if time.perf_counter() - start_s > limit_s:
+            break
+    synchronize(device)
+    return count / (time.perf_counter() - start_s)

@@ -66,5 +66,7 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         end_process(main())
+    except ModuleNotFoundError as error:
+        end_process(cli.refuse_missing(error))
     except KeyboardInterrupt:  # while torch is imported
         end_process(128 + signal.SIGINT)

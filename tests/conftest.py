@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -14,10 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
-from tests.pool import Pool
+from common.launch.port import listen
+from tests.pool import PATIENCE_S, Pool
 
 ROOT = Path(__file__).resolve().parents[1]
+
+# By default an example that takes 0.2 s fails its test, and so does one that is slowly drawn.
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 
 OTHER_NCCL = "int ncclGetVersion(int *version) { *version = 21803; return 0; }"
 DRIVER = """
@@ -129,7 +136,7 @@ def end(process: "subprocess.Popen[str]") -> tuple[str, str]:
     """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    return process.communicate(timeout=10)
+    return process.communicate(timeout=60)
 
 
 @dataclass
@@ -161,7 +168,7 @@ class Recipe:
         return self.finish(self.start(*command, env=env), self.tmp_path)
 
     def finish(
-        self, process: "subprocess.Popen[str]", folder: Path, timeout_s: float = 240
+        self, process: "subprocess.Popen[str]", folder: Path, timeout_s: float = PATIENCE_S
     ) -> Result:
         """Wait for a command."""
         start_s = time.monotonic()
@@ -224,6 +231,13 @@ def make_run(nproc: int, options: tuple[str, ...], tmp_path: Path) -> Result:
         runner.stop()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With TESTS_SEED=N, run the tests in an order drawn from N: no test may need another one."""
+    if seed := os.environ.get("TESTS_SEED"):
+        print(f"the order of the tests: TESTS_SEED={seed}")
+        random.Random(seed).shuffle(items)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_signals() -> None:
     """The commands hear Ctrl-C and a lost terminal under nohup and in a background, too."""
@@ -282,7 +296,16 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 60, every_s: float = 0.02) -> Any:
+def free_port() -> int:
+    """A port of this machine that nobody listens on: other tests may run at the same time."""
+    with listen("127.0.0.1", 0) as probe:
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def wait_for(
+    condition: Callable[[], Any], timeout_s: float = PATIENCE_S, every_s: float = 0.02
+) -> Any:
     """Poll until `condition()` is true and return it."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):

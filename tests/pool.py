@@ -16,7 +16,9 @@ from common.group.process_group import process_group
 from common.launch.port import listen
 from common.launch.ranks import Ranks
 
-PATIENCE_S = 120
+PATIENCE_S = 480
+"""How long a test waits for anything. It only ends a hang: eight times as long as a busy machine
+needs, and less than the 600 s of --timeout-s, so a command that waits so long fails its test."""
 
 
 class Pool:
@@ -65,7 +67,7 @@ class Pool:
 def in_group(ranks: Ranks, function: Callable[..., Any], *args: Any) -> Any:
     """`function(ranks, *args)` inside a gloo process group."""
     try:
-        with process_group(ranks, torch.device("cpu"), "gloo", 60):
+        with process_group(ranks, torch.device("cpu"), "gloo", PATIENCE_S / 2):
             return function(ranks, *args)
     finally:
         if torch.distributed.is_initialized():  # a failed rank leaves its group as it is

@@ -177,7 +177,7 @@ def test_the_norm_is_of_the_whole_model_also_where_each_rank_holds_a_stage(
     assert losses["gpipe", 0.05] != pytest.approx(losses["gpipe", 1e9], rel=1e-2)
 
 
-NEAREST = "--global-batch-size 95: the multiple of 5 nearest to the default of 96"
+NEAREST = "batch size 95 (default 96, the nearest multiple of 5), steps per epoch: "
 
 
 @pytest.mark.slow

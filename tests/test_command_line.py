@@ -20,8 +20,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from common.files import weights_sha256
 from common.git import without_secrets
 from common.group.host import usable_cores
-from tests.conftest import ROOT, Recipe, Result, need, need_root, wait_for
+from tests.conftest import ROOT, Recipe, Result, free_port, need, need_root, wait_for
 from tests.test_data import flowers, photo
+from tools.make_variables import used
 
 PLANTED = "hf_planted0123456789"
 OPTIONS = ("--epochs", "6", "--log-every", "5", "--snapshot-every", "4")
@@ -65,7 +66,6 @@ def test_make_run_trains_with_its_defaults(recipe: Recipe) -> None:
     summary = result.summary
     assert summary["val_accuracy"] >= 0.97
     assert summary["val_accuracy"] == summary["val_correct"] / summary["val_total"]
-    assert result.elapsed_s < 60
     assert summary.keys() == {
         "recipe",
         "world_size",
@@ -183,7 +183,7 @@ def test_under_torchs_launchers(recipe: Recipe, reference: Result, launcher: str
         "--nproc-per-node",
         "2",
         "--master-port",
-        "29511",
+        str(free_port()),
         *rest,
         *OPTIONS,
         "--output-dir",
@@ -202,8 +202,9 @@ def test_slurms_torchrun_says_75_even_if_no_rank_listens_yet(recipe: Recipe) -> 
     (code,) = re.findall(r"(?s)^torchrun='(.*?)'$", sbatch, re.MULTILINE)
     (signals,) = re.findall(r"--signals-to-handle=\S+", sbatch)
     rank = recipe.tmp_path / "rank.py"
-    rank.write_text("import pathlib, time\npathlib.Path('began').touch()\ntime.sleep(99)")
-    process = recipe.start(sys.executable, "-c", code, "--master-port", "29513", signals, rank)
+    rank.write_text("import pathlib, time\npathlib.Path('began').touch()\ntime.sleep(1e6)")
+    port = str(free_port())
+    process = recipe.start(sys.executable, "-c", code, "--master-port", port, signals, rank)
     wait_for((recipe.tmp_path / "began").exists)
     process.send_signal(signal.SIGUSR2)
     result = recipe.finish(process, recipe.tmp_path)
@@ -230,13 +231,13 @@ def test_under_mpirun(recipe: Recipe, reference: Result, name: str) -> None:
 
 BEFORE_THEY_MEET = {
     "on rank 1": (
-        "torch.distributed.run --no-python --nproc-per-node 2 --master-port 29512",
+        "torch.distributed.run --no-python --nproc-per-node 2 --master-port {port}",
         "",
         "--device cuda",
         r"rank 1 on \S+: --device cuda, but this process sees no",
     ),
     "all options, torchrun": (
-        "torch.distributed.run --no-python --nproc-per-node 2 --master-port 29512",
+        "torch.distributed.run --no-python --nproc-per-node 2 --master-port {port}",
         "--epocs 3",
         "",
         r"Unrecognized options: --epocs, 3 \(perhaps",
@@ -256,7 +257,7 @@ BEFORE_THEY_MEET = {
 )
 def test_what_ranks_find_before_they_meet_is_shown_once(recipe: Recipe, what: str) -> None:
     launcher, options, of_rank_1, says = BEFORE_THEY_MEET[what]
-    command = [sys.executable, "-m", *launcher.split()]
+    command = [sys.executable, "-m", *launcher.format(port=free_port()).split()]
     if launcher == "mpirun":
         need("mpirun")
         command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
@@ -268,7 +269,7 @@ def test_what_ranks_find_before_they_meet_is_shown_once(recipe: Recipe, what: st
     process = recipe.start(
         *command, "bash", "-c", script, sys.executable, *options.split(), env=env
     )
-    result = recipe.finish(process, recipe.tmp_path, 60)
+    result = recipe.finish(process, recipe.tmp_path)
     assert result.status != 0
     assert len(result.errors) == 1, result.stderr
     assert re.match(f"error: {says}", result.errors[0])
@@ -280,6 +281,33 @@ def test_an_option_is_refused_in_plain_letters_on_a_terminal(recipe: Recipe) -> 
     process = recipe.start(sys.executable, "-c", f"import pty; pty.spawn({command!r})")
     said = recipe.finish(process, recipe.tmp_path).stdout
     assert said.startswith("error: Unrecognized options: --epocs, 3 (perhaps you meant --epochs)")
+
+
+@pytest.mark.parametrize(
+    ("name", "closed"),
+    [
+        ("ddp_launch", "<&- >&- 2>&-"),
+        ("dp_scratch", ">&- 2>&-"),
+        pytest.param("ddp_spawn", "<&- >&- 2>&-", marks=pytest.mark.slow),
+        pytest.param("ddp_launch", "2>&-", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_needs_no_standard_streams(recipe: Recipe, name: str, closed: str) -> None:
+    """As a daemon has none: no file or socket of the run may take their numbers."""
+    command = recipe.command(name, "--max-steps", "2")
+    process = recipe.start("sh", "-c", f'exec "$@" {closed}', "sh", *command)
+    result = recipe.finish(process, recipe.tmp_path / "run").assert_ok()
+    assert result.summary["steps"] == 2
+
+
+def test_a_rank_that_exits_in_the_middle_of_training_is_named(recipe: Recipe) -> None:
+    """Status 75 would say that the run was asked to stop."""
+    fault = {"FAULT": "exits as if it were asked to stop", "FAULT_STEP": "3"}
+    env = {**INJECTED, **fault, "FAULT_MARK": str(recipe.tmp_path / "mark")}
+    result = recipe("ddp_launch", "--nproc", "2", env=env)
+    assert (result.status, len(result.errors)) == (1, 1), result.stderr
+    assert re.match(r"error: rank 1 on \S+ ended too early \(status 75\): ", result.errors[0])
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.slow
@@ -302,6 +330,14 @@ def test_started_as_a_file(recipe: Recipe, reference: Result) -> None:
 
 def snapshot_steps(folder: Path) -> list[int]:
     return sorted(int(p.name[5:13]) for p in folder.glob("snapshots/step_*.pt"))
+
+
+def gates(folder: Path, *at: int | str) -> dict[str, str]:
+    """The environment of a run that waits at each gate, until the test deletes its file."""
+    folder.mkdir()
+    for gate in at:
+        (folder / str(gate)).touch()
+    return {**INJECTED, "GATES": str(folder)}
 
 
 def wait_for_step(folder: Path, step: int) -> None:
@@ -343,10 +379,11 @@ def rank_below(launcher: int, rank: int) -> int:
 )
 def test_asked_to_stop(recipe: Recipe, reference: Result, name: str, number: str) -> None:
     command = recipe.command(name, *OPTIONS, "--num-workers", "1")
-    folder = recipe.tmp_path / "run"
-    process = recipe.start(*command)
+    folder, gate = recipe.tmp_path / "run", recipe.tmp_path / "gates" / "10"
+    process = recipe.start(*command, env=gates(gate.parent, 10))
     wait_for_step(folder, 8)
     process.send_signal(signal.Signals[number])
+    gate.unlink()
     stopped = recipe.finish(process, folder)
     assert (stopped.status, stopped.errors) == (75, []), stopped.stderr
     assert f"run the same command with --output-dir {folder}" in stopped.stdout
@@ -365,9 +402,11 @@ def test_a_signal_to_the_whole_session_spares_the_loading_processes(
 ) -> None:
     """As a scheduler or a terminal does it: workers get the signal too."""
     command = recipe.command("ddp_launch", *OPTIONS, "--num-workers", "1")
-    process = recipe.start(*command)
+    gate = recipe.tmp_path / "gates" / "10"
+    process = recipe.start(*command, env=gates(gate.parent, 10))
     wait_for_step(recipe.tmp_path / "run", 8)
     os.killpg(process.pid, signal.SIGTERM)
+    gate.unlink()
     stopped = recipe.finish(process, recipe.tmp_path / "run")
     assert (stopped.status, stopped.errors) == (75, []), stopped.stderr
     assert_same(recipe.finish(recipe.start(*command), recipe.tmp_path / "run"), reference)
@@ -380,12 +419,14 @@ def test_killed_ranks_are_restarted_in_the_same_folder(
 ) -> None:
     """Without --output-dir, the folder's name is chosen once."""
     command = [sys.executable, "-m", "recipes", name, *OPTIONS, "--resume", "never"]
-    process = recipe.start(*command, "--restarts", "2", env={**INJECTED, "STEP_S": "0.02"})
+    gated = recipe.tmp_path / "gates"
+    process = recipe.start(*command, "--restarts", "2", env=gates(gated, 10, 42))
     runs = recipe.tmp_path / "runs" / name
     folder = wait_for(lambda: list(runs.glob("*/snapshots")))[0].parent
     for victim, step in ((1, 8), (0, 40)):
         wait_for_step(folder, step)
         os.kill(rank_below(process.pid, victim), signal.SIGKILL)
+        (gated / str(step + 2)).unlink()
     result = recipe.finish(process, folder)
     assert_same(result, reference)
     assert list(runs.iterdir()) == [folder]
@@ -407,12 +448,14 @@ def test_restarted_on_as_many_processes_as_there_are_devices(recipe: Recipe) -> 
     devices, folder = recipe.tmp_path / "devices", recipe.tmp_path / "run"
     devices.write_text("4")
     command = recipe.command("ddp_launch", *options, "--nproc", "4", "--restarts", "9", "--shrink")
-    env = {**INJECTED, "STEP_S": "0.02", "DEVICES": str(devices)}
+    gated = recipe.tmp_path / "gates"
+    env = {**gates(gated, 6, 26, 46), "DEVICES": str(devices)}
     process = recipe.start(*command, env=env)
     for left, victim, step in ((2, 3, 4), (1, 1, 24), (4, 0, 44)):
         wait_for_step(folder, step)
         devices.write_text(str(left))
         os.kill(rank_below(process.pid, victim), signal.SIGKILL)
+        (gated / str(step + 2)).unlink()
     result = recipe.finish(process, folder).assert_ok()
     assert (result.sha, result.losses) == (whole.sha, whole.losses)
     processes = re.findall(r"(?m)^restart \d of 9: .* on (\d) processes", result.stderr)
@@ -423,10 +466,12 @@ def test_restarted_on_as_many_processes_as_there_are_devices(recipe: Recipe) -> 
 def test_a_request_to_stop_ends_an_evaluation(recipe: Recipe, reference: Result) -> None:
     seen, folder = recipe.tmp_path / "seen", recipe.tmp_path / "run"
     command = recipe.command("ddp_launch", *OPTIONS)
-    env = {**INJECTED, "EVALUATION_S": "0.3", "SEEN": str(seen)}
+    gate = recipe.tmp_path / "gates" / "seen"
+    env = {**gates(gate.parent, "seen"), "EVALUATION_S": "0.3", "SEEN": str(seen)}
     process = recipe.start(*command, env=env)
     wait_for(seen.exists)
     process.send_signal(signal.SIGTERM)
+    gate.unlink()
     stopped = recipe.finish(process, folder)
     assert (stopped.status, stopped.errors) == (75, []), stopped.stderr
     assert "stopped after step 14: to resume, run the same command" in stopped.stdout
@@ -442,11 +487,18 @@ def test_a_request_to_stop_ends_an_evaluation(recipe: Recipe, reference: Result)
 @pytest.mark.slow
 def test_a_request_to_stop_ends_the_check_of_images(recipe: Recipe) -> None:
     seen, photos = recipe.tmp_path / "seen", flowers(recipe.tmp_path / "photos", 20)
-    env = {**INJECTED, "IMAGE_S": "0.5", "SEEN": str(seen), "XDG_CACHE_HOME": str(recipe.tmp_path)}
+    gate = recipe.tmp_path / "gates" / "seen"
+    env = {
+        **gates(gate.parent, "seen"),
+        "IMAGE_S": "0.5",
+        "SEEN": str(seen),
+        "XDG_CACHE_HOME": str(recipe.tmp_path),
+    }
     options = ("--data", "imagefolder", "--data-path", photos, "--model", "resnet18")
     process = recipe.start(*recipe.command("ddp_launch", *options), env=env)
     wait_for(seen.exists)
     process.send_signal(signal.SIGTERM)
+    gate.unlink()
     stopped = recipe.finish(process, recipe.tmp_path / "run")
     assert (stopped.status, stopped.errors) == (75, []), stopped.stderr
     assert len(seen.read_text()) < len(list(photos.rglob("*.*"))), "some were not checked"
@@ -454,7 +506,7 @@ def test_a_request_to_stop_ends_the_check_of_images(recipe: Recipe) -> None:
 
 @pytest.mark.slow
 def test_torchrun_restarts_a_rank_that_dies_once(recipe: Recipe, reference: Result) -> None:
-    folder = recipe.tmp_path / "run"
+    folder, gate = recipe.tmp_path / "run", recipe.tmp_path / "gates" / "10"
     process = recipe.start(
         sys.executable,
         "-m",
@@ -464,15 +516,17 @@ def test_torchrun_restarts_a_rank_that_dies_once(recipe: Recipe, reference: Resu
         "--max-restarts",
         "1",
         "--master-port",
-        "29512",
+        str(free_port()),
         "-m",
         "recipes.ddp_launch.train",
         *OPTIONS,
         "--output-dir",
         folder,
+        env=gates(gate.parent, 10),
     )
     wait_for_step(folder, 8)
     os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+    gate.unlink()
     result = recipe.finish(process, folder)
     assert_same(result, reference)
     assert result.summary["resumed_from"] >= 8
@@ -528,6 +582,11 @@ def test_help_lists_grouped_options_with_defaults_and_units(recipe: Recipe) -> N
         assert part in text, part
 
 
+def test_help_of_a_recipe_that_imports_triton_says_nothing_else(recipe: Recipe) -> None:
+    result = recipe.module("model_parallel_toy", "--help")
+    assert (result.status, result.stderr) == (0, "")
+
+
 def test_make_run_without_a_recipe_is_no_success(recipe: Recipe) -> None:
     need("make")
     command = ("make", "-C", ROOT, "run", f"PYTHON={sys.executable}", "NPROC=4")
@@ -535,6 +594,101 @@ def test_make_run_without_a_recipe_is_no_success(recipe: Recipe) -> None:
     assert result.status == 2
     assert result.errors == ["error: no recipe given: make run RECIPE=NAME"]
     assert "ddp_spawn" in result.stdout
+
+
+REFUSED_BY_MAKE = {
+    "run RECIPE=ddp_launch ARG=--help": "make knows no variable ARG: did you mean ARGS?",
+    "run RECIPE=ddp_launch nproc=1": "make knows no variable nproc: did you mean NPROC?",
+    "run EPOCHS=1": 'make knows no variable EPOCHS: give options as ARGS="--epochs ..."',
+    "run RECIPE=ddp_launch INPUT=photos": "make run does not use INPUT: it uses ARGS, MASTER_ADDR",
+    "predict": "no run given: make predict RUN=runs/",
+    "predict RUN=runs/a": "no images given: make predict RUN=runs/a INPUT=photos",
+    "evaluate ARGS=--json": "no run given: make evaluate RUN=runs/",
+    "reproduce": "no run given: make reproduce RUN=runs/",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED_BY_MAKE)
+def test_make_refuses_what_cannot_be_meant_before_it_starts_anything(
+    recipe: Recipe, words: str
+) -> None:
+    need("make")
+    began = recipe.tmp_path / "began"
+    program = recipe.tmp_path / "python"
+    program.write_text(f"#!/bin/sh\ntouch {began}\n")
+    program.chmod(0o755)
+    process = recipe.start("make", "-C", ROOT, *words.split(), f"PYTHON={program}")
+    result = recipe.finish(process, recipe.tmp_path)
+    assert (result.status, len(result.errors)) == (2, 1)
+    assert result.errors[0].startswith(f"error: {REFUSED_BY_MAKE[words]}")
+    assert not began.exists()
+
+
+def test_make_takes_no_offence_at_the_environment(recipe: Recipe) -> None:
+    need("make")
+    env = {"EPOCHS": "1", "INPUT": "x"}
+    process = recipe.start("make", "-C", ROOT, "-n", "run", "RECIPE=ddp_launch", env=env)
+    assert "-m recipes ddp_launch" in recipe.finish(process, recipe.tmp_path).assert_ok().stdout
+
+
+def test_the_list_of_makes_variables_names_the_targets_that_use_them() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = {target: names for target, names in used(makefile).items() if "need" not in target}
+    for line in re.findall(r"(?m)^#: (.*)", makefile):
+        if not (listed := re.search(r"\(([a-z, -]+)[;)]", line)):
+            continue
+        for name in re.findall(r"\b([A-Z_]+)=", line):
+            users = {target for target, names in targets.items() if name in names}
+            assert users == set(listed[1].split(", ")), name
+    assert "NPROC" in targets["run"], "through LAUNCH"
+    everywhere = {"ARGS", "PYTHON", "STACK"}
+    assert all(everywhere & names for target, names in targets.items() if "test" in target)
+
+
+def test_tensorboard_gets_its_args(recipe: Recipe) -> None:
+    need("make")
+    command = ("make", "-C", ROOT, "-n", "tensorboard", "ARGS=--port 7007")
+    result = recipe.finish(recipe.start(*command), recipe.tmp_path).assert_ok()
+    assert "-m tensorboard.main --logdir runs --port 7007\n" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("make", "-C", ROOT, "test", "PYTHON=python"),
+        ("make", "-C", ROOT, "run", "RECIPE=ddp_launch", "PYTHON=python"),
+        ("python", "-m", "recipes", "ddp_launch", "--nproc", "2"),
+        ("python", "-m", "recipes", "predict", "a", "b"),
+    ],
+)
+def test_an_interpreter_without_the_packages_is_one_line(
+    recipe: Recipe, words: tuple[str | Path, ...]
+) -> None:
+    need("make")
+    bare = recipe.tmp_path / "python"  # no packages, but the project
+    bare.write_text(f'#!/bin/sh\nexec {sys._base_executable} -S "$@"\n')  # type: ignore[attr-defined]
+    bare.chmod(0o755)
+    env = {"PATH": f"{recipe.tmp_path}:{os.environ['PATH']}"}
+    result = recipe.finish(recipe.start(*words, env=env), recipe.tmp_path)
+    assert (result.status, len(result.errors)) == (2, 1), result.stderr
+    assert re.match(r"error: \S+ has no packages? .*\b(tyro|torch)\b", result.errors[0])
+    assert "Traceback" not in result.stderr
+
+
+def test_make_names_the_package_of_the_module_venv(recipe: Recipe) -> None:
+    need("make")
+    copy, without = recipe.tmp_path / "copy", recipe.tmp_path / "without"
+    (copy / "docker" / "stacks").mkdir(parents=True)
+    (copy / "docker" / "stacks" / "cu132.txt").write_text("# nothing\n")
+    shutil.copy(ROOT / "Makefile", copy)
+    without.mkdir()
+    (without / "ensurepip.py").write_text("raise ModuleNotFoundError")
+    process = recipe.start("make", "-C", copy, "venv", env={"PYTHONPATH": str(without)})
+    result = recipe.finish(process, copy)
+    assert result.status == 2
+    assert len(result.errors) == 1
+    assert "apt install python3-venv" in result.errors[0]
+    assert not list(copy.glob(".venv*"))
 
 
 @pytest.mark.slow
@@ -545,6 +699,8 @@ def test_a_run_keeps_its_environment_while_make_venv_renews_it(recipe: Recipe) -
     lock = copy / "docker" / "stacks" / "cu132.txt"
     lock.parent.mkdir(parents=True)
     shutil.copy(ROOT / "Makefile", copy)
+    (copy / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "make_variables.py", copy / "tools")
     (copy / "recipes").mkdir()
     (copy / "recipes" / "__init__.py").touch()
     (copy / "recipes" / "__main__.py").write_text(

@@ -22,6 +22,7 @@ from sklearn.datasets import load_sample_images
 from torch import Tensor, nn
 from torchvision import transforms as v1
 
+from common import log
 from common.data import image_folder, workers
 from common.data.batches import DeviceBatches
 from common.data.datasets import (
@@ -33,10 +34,12 @@ from common.data.datasets import (
     read_digits,
     shifted,
 )
+from common.data.image_folder import list_images
 from common.data.stream import Samples
 from common.data.workers import cores_per_rank, default_num_workers
 from common.errors import InputError, TrainingError
 from common.launch.ranks import Ranks
+from tests.conftest import Recipe
 from tests.pool import Pool, in_group
 
 
@@ -322,6 +325,18 @@ def test_loading_processes_by_the_cores_of_a_rank(pool: Pool) -> None:
     assert default_num_workers(torch.get_num_threads(), cpu) == 0
 
 
+def test_more_loading_processes_than_cores_are_told_in_one_line(recipe: Recipe) -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # the run inherits it
+    try:
+        result = recipe("ddp_launch", "--nproc", "1", "--max-steps", "1", "--num-workers", "2")
+    finally:
+        os.sched_setaffinity(0, cores)
+    said = "--num-workers 2 is more than the CPU cores per rank (1): fewer may load faster"
+    assert result.assert_ok().stdout.count(said) == 1
+    assert "Warning" not in result.stderr, "torch would say it again for each DataLoader"
+
+
 def test_verification_can_be_left_out(tmp_path: Path) -> None:
     faulty_folder(tmp_path, "text named .jpg")
     data = load(data="imagefolder", data_path=tmp_path, verify_images=False)
@@ -452,3 +467,31 @@ def test_a_photo_is_turned_as_the_camera_was_held(
         monkeypatch.setattr(image_folder, "fast_jpeg", lambda found=decoder: found)
         found, _ = image_folder.ImageFiles([(tmp_path / "a.jpg", 0)], torch.clone)[0]
         assert np.array_equal(found.permute(1, 2, 0).numpy(), expected)
+
+
+def test_photos_that_training_would_leave_out_are_counted_or_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "propagate", True)
+    caplog.set_level("INFO", "recipes")
+    flowers(tmp_path)
+    first, second, *_ = sorted(path for path in tmp_path.iterdir() if path.is_dir())
+    for name in ("a.gif", "b.heic"):
+        (first / name).touch()
+    (tmp_path / "loose.jpg").touch()
+    list_images(tmp_path, 0)
+    said = [record.getMessage() for record in caplog.records]
+    assert "files left out, not images by their names: 2 (.gif 1, .heic 1)" in said
+    assert f"1 images in {tmp_path} are left out: they are in no class's folder" in said
+    (second / "gone.jpg").symlink_to("annex/gone.jpg")
+    with pytest.raises(InputError, match=r"gone.jpg is a link to annex/gone.jpg, which does not"):
+        list_images(tmp_path, 0)
+
+
+def test_a_class_without_validation_photos_is_refused(tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        flowers(tmp_path / part)
+    name = sorted(path.name for path in (tmp_path / "val").iterdir())[0]
+    shutil.rmtree(tmp_path / "val" / name)
+    with pytest.raises(InputError, match=f"val has no folder for {name}"):
+        list_images(tmp_path, 0)

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import logging
 import multiprocessing
 import os
@@ -23,10 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import cross_entropy
 
+from common import writing
 from common.errors import InputError, PeerError, TrainingError
 from common.files import weights_sha256
 from common.group import process_group
 from common.launch.ranks import Ranks
+from common.run.options import flatten
 from common.snapshots import files as snapshot_files
 from common.snapshots.checked import load_data_only
 from common.snapshots.shards import copy_common, take_apart
@@ -35,7 +38,7 @@ from recipes.fsdp import memory, parallel, text
 from recipes.fsdp.model import Transformer, TransformerOptions
 from recipes.fsdp.train import Config, train
 from tests.conftest import ROOT, Recipe, Result, wait_for
-from tests.pool import Pool, call_main, in_group
+from tests.pool import PATIENCE_S, Pool, call_main, in_group
 from tests.test_bad_input import assert_refused
 
 CPU = torch.device("cpu")
@@ -178,7 +181,7 @@ def kept(_ranks: Ranks) -> set[str]:
 
 def test_a_rank_waits_in_a_meshs_groups_as_long_as_in_the_runs_own(pool: Pool) -> None:
     found = pool.run(in_group, 4, groups_of_a_mesh)
-    assert [set(waits_s.values()) for waits_s in found] == [{60.0}] * 4
+    assert [set(waits_s.values()) for waits_s in found] == [{PATIENCE_S / 2}] * 4
     deadlocks = torch.__version__ < "2.12"  # in a group's destructor
     for waits_s, names in zip(found, pool.run(kept, 4), strict=True):
         assert waits_s.keys() <= names if deadlocks else not names
@@ -281,6 +284,11 @@ def test_another_mesh_goes_on_at_the_same_sample(
 ) -> None:
     whole, resumed = fsdp(pool, tmp_path / "whole", book, (1, 1, 1)), moved
     assert resumed.summary["resumed_from"] == 20
+    said = (moved.folder / "logs" / "rank_0.log").read_text()
+    assert (
+        "the snapshot is of 4 ranks (replica 2, shard 2, tensor 1), this run has 4 (replica 1, "
+        "shard 2, tensor 2): it resumes at the same sample, but not with the same bits"
+    ) in said
     assert resumed.losses == pytest.approx(whole.losses, rel=1e-10)
     assert resumed.metrics[-1]["train_loss"] == pytest.approx(whole.metrics[-1]["train_loss"])
     assert resumed.summary["val_bits_per_character"] == pytest.approx(
@@ -436,17 +444,17 @@ def die_at(point: int, events: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def around(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **how: Any) -> Any:
             event()
-            result = function(*args)
+            result = function(*args, **how)
             event()
             return result
 
         return call
 
-    opened = Path.open
-    Path.open = lambda path, *how: Mortal(opened(path, *how), event)  # type: ignore
-    Path.rename = around(Path.rename)  # type: ignore[method-assign]
+    opened = open
+    vars(writing)["open"] = lambda *how, **more: Mortal(opened(*how, **more), event)
+    os.rename = around(os.rename)
     os.fsync = around(os.fsync)
 
 
@@ -482,7 +490,7 @@ def test_a_rank_killed_at_any_point_of_a_write_spoils_nothing(tmp_path: Path, vi
         ]
         for process in pair:
             process.start()
-        pair[victim].join(60)
+        pair[victim].join(PATIENCE_S)
         ended = pair[victim].exitcode
         for process in pair:
             process.kill()
@@ -691,12 +699,15 @@ def test_bytes_that_are_no_text_are_named(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_sample_refuses_what_is_no_finished_run_of_fsdp(pool: Pool, tmp_path: Path) -> None:
+    config = json.dumps({"recipe": "fsdp", **flatten(Config())})
+    hash_ = json.dumps({"recipe": "fsdp", "weights_sha256": 64 * "0"})
     for file, content, says in (
         ("none", "", "is not the folder of a run: it holds no config.json"),
         ("config.json", '{"recipe": "x"}', "is a run of x: only models of fsdp write text"),
-        ("config.json", '{"recipe": "fsdp"}', "has not finished: run its command again"),
-        ("summary.json", "{}", "model.pt is not a file"),
-        ("model.pt", "torn", "model.pt is not a weights file"),
+        ("config.json", config, "has not finished: run its command again"),
+        ("summary.json", "{}", 'summary.json: "recipe" must be a text, but is missing'),
+        ("summary.json", hash_, "model.pt is missing: restore it"),
+        ("model.pt", "torn", "model.pt is not what the run wrote"),
     ):
         (tmp_path / file).write_text(content)
         status, _, said = command(pool, "tools.sample", tmp_path)

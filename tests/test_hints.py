@@ -2,7 +2,9 @@
 
 import ctypes
 import mmap
-from typing import Any
+from dataclasses import fields
+from importlib import import_module
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from torch.distributed import DistBackendError
 from common import hints
 from common.launch.ranks import Ranks
 from common.launch.report import _error_line
+from common.launch.start import LaunchOptions
 from common.stack import mapped_libraries
+from tests.conftest import ROOT
 
 # As torch 2.15, gloo, NCCL and the kernel say it.
 MESSAGES = [
@@ -56,6 +60,11 @@ MESSAGES = [
         "another MASTER_PORT",
     ),
     ("AcceleratorError: CUDA error: invalid device ordinal", "fewer GPUs than processes"),
+    ("ValueError: too many values to unpack (expected 2)", "name each of them"),
+    (
+        "RuntimeError: zero-dimensional tensor (at position 0) cannot be concatenated",
+        "reduction='none'",
+    ),
     (
         "RuntimeError: The NVIDIA driver on your system is too old (found version 12040)",
         "make doctor",
@@ -82,6 +91,7 @@ MESSAGES = [
         "--no-deterministic",
     ),
     ("rank 1 on n1 was killed by SIGKILL", "half the --global-batch-size"),
+    ("rank 1 on n1 ended too early (status 0)", "os._exit()"),
     ("rank 1 on n1 was killed by SIGABRT", "TORCH_DISTRIBUTED_DEBUG=DETAIL"),
     ("rank 1 on n1 was killed by SIGBUS", "--shm-size=8g"),
     ("rank 1 on n1 was killed by SIGSEGV", "PYTHONFAULTHANDLER=1"),  # NVIDIA/nccl#2106
@@ -117,10 +127,6 @@ MESSAGES = [
     ("the driver's libcuda.so.1 is not found", "--gpus all"),
     ("this process may not open /dev/nvidia0 (CUDA error 999: unknown error)", "daemon-reload"),
     ("invalid choice 'cuda:1' for argument '--device'", "CUDA_VISIBLE_DEVICES"),
-    ("Unrecognized options: --batch-size, 32", "--global-batch-size"),
-    ("Unrecognized options: --use_syncbn", "--sync-bn"),
-    ("Unrecognized options: --nproc-per-node=2", "--nproc"),
-    ("Unrecognized options: --dist_url, tcp://10.0.0.1:29500", "--master-addr"),
     ("invalid choice 'mpi' for argument '--backend'", "without MPI"),
 ]
 
@@ -275,6 +281,53 @@ def test_every_line_of_the_table_is_met() -> None:
     texts = [message for message, _ in MESSAGES]
     met = {hints.hint(message) for message in texts + [text % filled for text, filled, _ in NCCL]}
     assert len(met) == len(hints._TABLE)
+
+
+OTHER_NAMES = {
+    "--batch-size": "--global-batch-size or --batch-size-per-rank",
+    "--use_syncbn": "--sync-bn",
+    "--gpus": "--nproc",
+    "--nproc-per-node": "--nproc",
+    "--world_size": "--nproc",
+    "--dist_url": "--master-addr",
+    "--learning_rate": "--lr",
+    "--workers": "--num-workers",
+    "--output": "--output-dir",
+    "--logdir": "--output-dir",
+    "--data-dir": "--data-path",
+    "--steps": "--max-steps",
+    "--print-freq": "--log-every",
+    "--save-freq": "--snapshot-every",
+    "--gradient-accumulation-steps": "--accumulate",
+    "--arch": "--model",
+    "--fp16": "--precision",
+    "--pretrained": "--weights or --resume",
+    "--wd": "--weight-decay",
+    "--max-grad-norm": "--clip-grad-norm",
+}
+
+
+def options_of(name: str) -> set[str]:
+    config = import_module(f"recipes.{name}.train").Config
+    groups = [LaunchOptions, *get_type_hints(config).values()]
+    return {f"--{field.name.replace('_', '-')}" for kind in groups for field in fields(kind)}
+
+
+@pytest.mark.parametrize(("typed", "here"), OTHER_NAMES.items())
+def test_an_option_of_tutorials_is_known_by_its_meaning(typed: str, here: str) -> None:
+    known = options_of("ddp_launch")
+    assert hints.meant(typed, known) == here
+    assert typed not in known
+
+
+def test_no_option_is_advised_that_the_recipe_has_not() -> None:
+    assert hints.meant("--gpus", options_of("dp_scratch")) == "--devices"
+    assert hints.meant("--workers", {"--lr"}) == ""
+    for path in ROOT.glob("recipes/*/train.py"):
+        known = options_of(path.parent.name)
+        for typed in OTHER_NAMES:
+            advised = hints.meant(typed, known)
+            assert {*filter(None, advised.split(" or "))} <= known
 
 
 def test_what_is_not_known_gets_no_advice() -> None:

@@ -34,7 +34,7 @@ def measured(ranks: Ranks) -> tuple[tuple[float, float], float, list[dict[str, f
 def test_a_clock_ahead_is_found_within_its_bound(pool: Pool) -> None:
     found = pool.run(in_group, 3, measured)
     (ahead_s, bound_s), speed, sums = found[0]
-    assert 0 < bound_s < 1
+    assert 0 < bound_s < 5
     assert abs(ahead_s - 5) <= bound_s
     assert speed > 0
     assert [row["bytes"] for row in sums] == [2**20, 2 * 2**20, 8 * 2**20]

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from common.errors import InputError
+from common.training.evaluate import best_metric, explosion
 from common.training.optimizer import OptimizerOptions
 
 
@@ -48,6 +49,83 @@ def test_the_default_batch_can_be_shared_by_any_number_of_ranks() -> None:
     assert all(2 * abs(size - 96) <= n for n, size in sizes.items()), "the nearest"
     assert OptimizerOptions().total_batch_size(200) == 200
     assert OptimizerOptions(global_batch_size=96).total_batch_size(5) == 96, "refused, not changed"
+
+
+def test_a_small_data_set_gets_ten_steps_per_epoch_from_the_defaults() -> None:
+    for samples in range(125, 3000, 7):
+        for world_size in (1, 2, 3, 4):
+            options, size = OptimizerOptions().fit(samples, world_size)
+            assert size % world_size == 0
+            assert samples // size >= 9, "10 before the batch is shared by three"
+            assert 10 * (samples % size) <= 1.2 * samples, "few are left out of an epoch"
+            assert options.lr / 0.1 == pytest.approx(size / 96, rel=0.05)
+    assert OptimizerOptions().fit(1437, 2) == (OptimizerOptions(), 96), "digits, as recorded"
+    assert OptimizerOptions().fit(9, 1)[1] == 6, "fewer samples than the least batch"
+
+
+def test_what_the_user_gave_is_not_fitted_to_the_data() -> None:
+    given = OptimizerOptions(lr=0.1)
+    options, size = given.fit(160, 2)
+    assert (options.lr, size) == (0.1, 12)
+    options, size = OptimizerOptions(global_batch_size=96).fit(160, 2)
+    assert (options.lr, size) == (0.1, 96)
+    assert OptimizerOptions(scale_lr=96).fit(160, 2)[0].lr == 0.1, "scaled by the rule, not twice"
+
+
+def test_the_run_says_where_batch_and_rate_come_from(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    OptimizerOptions().fit(1437, 2)
+    OptimizerOptions().fit(160, 2)
+    OptimizerOptions(global_batch_size=96, lr=0.3).fit(160, 2)
+    OptimizerOptions(batch_size_per_rank=8, scale_lr=32).fit(1000, 2)
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == (
+        "batch size 96 (default 96), steps per epoch: 14, learning rate 0.1 (default 0.1)"
+    )
+    assert said[1] == (
+        "batch size 12 (default 96, halved to 12 for more steps per epoch), steps per epoch: 13, "
+        "learning rate 0.0125 (default 0.1 x 12 / 96)"
+    )
+    assert said[2] == (
+        "batch size 96 (--global-batch-size), steps per epoch: 1, learning rate 0.3 (--lr 0.3)"
+    )
+    assert said[3] == "few steps per epoch: with --global-batch-size 12 there would be 13"
+    assert said[5] == (
+        "batch size 16 (--batch-size-per-rank 8 x 2), steps per epoch: 62, "
+        "learning rate 0.05 (default 0.1 x 16 / 32)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("classes", "train_losses", "names"),
+    [
+        (5, [1.77, 3.46], [False, True]),  # seen: ResNet-18 on 160 photos, learning rate 0.1
+        (5, [10.4, 4.3, 3.7], [True, False, False]),
+        (5, [2.08, 2.42, 2.26], [False, False, False]),  # learns
+        (10, [3.1, 2.7, 8.9], [False, False, True]),
+        (0, [0.5, 0.1, 0.9], [False, False, False]),
+        (0, [0.5, 0.1, 1.9], [False, False, True]),
+        (0, [-4.5, -4.0, 3.0], [False, False, False]),  # a likelihood: its zero means nothing
+    ],
+)
+def test_a_loss_that_explodes_is_named(
+    classes: int, train_losses: list[float], names: list[bool]
+) -> None:
+    before: dict[str, float] = {}
+    for loss, named in zip(train_losses, names, strict=True):
+        found = {"train_loss": loss, "val_loss": 10 * loss}
+        assert bool(explosion(found, before, classes)) == named, loss
+        before = found
+
+
+def test_an_explosion_is_named_without_a_validation_loss() -> None:
+    assert "train_loss 1 -> 20" in explosion({"train_loss": 20.0}, {"train_loss": 1.0}, 0)
+
+
+def test_the_lowest_error_is_the_best() -> None:
+    for name, better, worse in (("val_error_px", 0.6, 1.2), ("val_loss", 1, 2), ("val_f1", 2, 1)):
+        assert best_metric(name, {name: better}, {name: worse}) == name
+        assert best_metric(name, {name: worse}, {name: better}) is None
 
 
 def test_linear_scaling_without_warm_up_is_for_batches_below_5000() -> None:

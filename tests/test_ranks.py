@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from common import driver
 from common.errors import InputError
 from common.group.devices import choose_backend, choose_device
-from common.launch.ranks import Ranks, expand_tasks_per_node, first_host, resolve
+from common.launch.nodes import expand_tasks_per_node, first_host
+from common.launch.ranks import Ranks, resolve
 
 TORCHRUN = {
     "RANK": "5",
@@ -270,6 +271,19 @@ def test_pmi() -> None:
 def test_contradictions_are_clear_errors(env: dict[str, str], says: str) -> None:
     with pytest.raises(InputError, match=says):
         resolve(env)
+
+
+@pytest.mark.parametrize(("name", "missing"), [("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")])
+def test_a_variable_left_in_the_shell_is_named(name: str, missing: str) -> None:
+    """And no torchrun, which is not there; unless it is."""
+    left = {name: "1", "MASTER_ADDR": "n1"}
+    says = rf"{name}=1 is set in the environment, {missing} is not, .*: unset {name}, or start"
+    with pytest.raises(InputError, match=says):
+        resolve(left)
+    with pytest.raises(InputError, match=f"torchrun did not set {missing}"):
+        resolve({**left, "TORCHELASTIC_RUN_ID": "x"})
+    with pytest.raises(InputError, match="or unset RANK WORLD_SIZE"):
+        resolve({"RANK": "0", "WORLD_SIZE": "2"})
 
 
 @pytest.fixture

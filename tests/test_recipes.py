@@ -27,6 +27,7 @@ from common.errors import InputError
 from common.files import weights_sha256
 from common.group import rendezvous
 from common.group.devices import choose_devices
+from common.group.host import usable_cores
 from common.launch.ranks import Ranks
 from common.run.options import RunOptions
 from common.throughput import samples_per_s
@@ -50,7 +51,7 @@ from recipes.model_parallel_toy.split import (
     generated_points,
 )
 from recipes.tune_loader.streams import make_item_loader, make_stream_loader
-from tests.conftest import ROOT, Recipe
+from tests.conftest import ROOT, Recipe, free_port
 from tests.pool import Pool, call_main, in_group
 from tests.test_bad_input import assert_refused
 
@@ -511,6 +512,11 @@ def test_an_interrupted_pipeline_resumes_every_stage(
         ("model_parallel_toy", "--devices cpu cpu --data-parallel 2", "leave it out with"),
         ("model_parallel_toy", "--nproc 2", "needs one process, whatever the number of devices"),
         ("model_parallel_toy", "--data-parallel 2 --nproc 4", "needs 2 processes"),
+        (
+            "model_parallel_toy",
+            "--data-parallel 3 --global-batch-size 64",  # before a process starts
+            "divided by 3 copies x 1 micro-batches: give 63 or 66",
+        ),
         ("model_parallel_toy", "--schedule gpipe --nproc 3", "needs 2 processes"),
         ("dp_scratch", "--devices cpu cpu --global-batch-size 1", "less than 2 devices"),
         ("dp_scratch", "--devices cuda:9", "cuda:9 is not there"),
@@ -545,7 +551,7 @@ def as_two_tasks(ranks: Ranks, name: str) -> tuple[int, str, str]:
             ("WORLD_SIZE", "2"),
             ("LOCAL_WORLD_SIZE", "2"),
             ("MASTER_ADDR", "127.0.0.1"),
-            ("MASTER_PORT", "29400"),
+            ("MASTER_PORT", str(free_port())),
         ):
             patch.setenv(variable, value)
         patch.setattr(rendezvous, "_REFUSAL_TIMEOUT_S", 1.0)  # the other task never comes
@@ -602,7 +608,7 @@ def test_auto_measures_once_and_changes_no_bit(pool: Pool, tmp_path: Path) -> No
     plain = run("plain")
     run("auto", "--num-workers", "auto", "--max-steps", "3")
     answer = json.loads((tmp_path / "auto" / "loader.json").read_text())
-    assert answer["num_workers"] in (0, 1, 2)
+    assert 0 <= answer["num_workers"] <= usable_cores()
     assert all(speed > 0 for speed in answer["samples_per_s_a_rank"].values())
     changed = {**answer, "num_workers": 1}
     (tmp_path / "auto" / "loader.json").write_text(json.dumps(changed))
@@ -782,7 +788,7 @@ def test_a_compiled_model_trains_alike_and_goes_on_to_the_bit(recipe: Recipe) ->
 def test_every_comparison(recipe: Recipe, name: str, options: str) -> None:
     """Far too short for its figures to mean anything: that it measures, draws and tells."""
     command = recipe.command(name, "--compare", *options.split(), "--compare-rounds", "1")
-    result = recipe.finish(recipe.start(*command), recipe.tmp_path / "run", 280).assert_ok()
+    result = recipe.finish(recipe.start(*command), recipe.tmp_path / "run").assert_ok()
     found = json.loads((result.folder / "comparison.json").read_text())
     assert len(found["tables"][0]["rows"]) > 1
     assert (result.folder / "comparison.png").stat().st_size > 5000
@@ -811,7 +817,7 @@ def test_make_run_with_its_defaults(recipe: Recipe, name: str, reaches: float | 
         f"PYTHON={sys.executable}",
         f"ARGS=--output-dir {folder}",
     )
-    result = recipe.finish(process, folder, 280).assert_ok()
+    result = recipe.finish(process, folder).assert_ok()
     if reaches is None:
         assert "recommended: --num-workers" in result.stdout
         return

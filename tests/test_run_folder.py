@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from common.errors import InputError, TrainingError
-from common.files import lock, read_metrics
+from common.files import read_metrics
 from common.launch.ranks import Ranks
+from common.owner import lock
 from common.run.folder import Run
 from common.snapshots.files import list_snapshots, write
 from tests.conftest import ROOT, Recipe, Result, wait_for
@@ -28,6 +29,8 @@ from tests.test_data import flowers
 
 SHORT = ("--nproc", "1", "--epochs", "2", "--snapshot-every", "7", "--log-every", "1")
 """28 steps of which each is logged, with a snapshot in the middle of each epoch."""
+FOR_EVER = ("--epochs", "100000")
+"""Until the test stops the run."""
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -65,10 +68,10 @@ def steps(folder: Path) -> list[int]:
 
 
 def test_a_second_run_in_the_folder_is_refused(recipe: Recipe) -> None:
-    first = recipe.start(*recipe.command("ddp_launch", *SHORT, "--epochs", "30"))
+    first = recipe.start(*recipe.command("ddp_launch", *SHORT, *FOR_EVER))
     folder = recipe.tmp_path / "run"
     wait_for(lambda: list(folder.glob("snapshots/*.pt")))
-    second = recipe("ddp_launch", *SHORT, "--epochs", "30")
+    second = recipe("ddp_launch", *SHORT, *FOR_EVER)
     assert (second.status, len(second.errors)) == (2, 1), second.stderr
     assert f"process {first.pid}" in second.errors[0]
     first.send_signal(signal.SIGTERM)
@@ -278,7 +281,7 @@ def test_a_model_that_the_run_did_not_write_is_named(
 
 @pytest.mark.slow
 def test_ctrl_c_says_from_where_the_run_can_resume(recipe: Recipe) -> None:
-    process = recipe.start(*recipe.command("ddp_launch", "--epochs", "300"))
+    process = recipe.start(*recipe.command("ddp_launch", *FOR_EVER))
     wait_for(lambda: list(recipe.tmp_path.glob("run/snapshots/*.pt")))
     os.killpg(process.pid, signal.SIGINT)
     result = recipe.finish(process, recipe.tmp_path / "run")
@@ -301,11 +304,11 @@ def test_training_goes_on_when_nobody_reads(recipe: Recipe) -> None:
 
 
 def test_training_goes_on_without_its_curves(recipe: Recipe) -> None:
-    process = recipe.start(*recipe.command("ddp_launch", *SHORT, "--epochs", "300"))
+    process = recipe.start(*recipe.command("ddp_launch", *SHORT, *FOR_EVER))
     folder = recipe.tmp_path / "run"
     wait_for(lambda: list(folder.glob("snapshots/*.pt")))
     shutil.rmtree(folder / "tensorboard")
-    wait_for(lambda: "no more curves" in (folder / "logs" / "rank_0.log").read_text(), 200)
+    wait_for(lambda: "no more curves" in (folder / "logs" / "rank_0.log").read_text())
     process.send_signal(signal.SIGTERM)
     result = recipe.finish(process, folder)
     assert (result.status, result.errors) == (75, [])
@@ -350,7 +353,8 @@ def test_few_open_files_are_refused_at_once(recipe: Recipe) -> None:
 def test_metrics_that_cannot_be_written_are_named() -> None:
     run = Run.__new__(Run)
     run.ranks = Ranks()
-    says = r"cannot write /dev/full \(No space left on device\): make room, then"
+    run.folder = Path("/dev")
+    says = r"cannot write /dev/metrics.jsonl \(No space left on device\): make room, then"
     with (
         Path("/dev/full").open("ab", buffering=0) as run._metrics,
         pytest.raises(TrainingError, match=says),
@@ -428,7 +432,9 @@ def hold(folder: Path, name: str) -> None:
 @pytest.mark.slow
 def test_the_lock_of_another_host_is_waited_for(tmp_path: Path) -> None:
     """A network file system gives back the lock of a dead host late."""
-    process = multiprocessing.get_context("spawn").Process(target=hold, args=(tmp_path, "other"))
+    process = multiprocessing.get_context("spawn").Process(
+        target=hold, args=(tmp_path, "other"), daemon=True
+    )
     process.start()
     wait_for((tmp_path / "held").exists)
     with pytest.raises(InputError, match="still going \\(host other, process"):

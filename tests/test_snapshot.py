@@ -19,7 +19,7 @@ from common.snapshots import files as snapshot_files
 from common.snapshots import state as snapshot
 from common.snapshots.state import TrainingState
 from tests.conftest import small_disk, wait_for
-from tests.pool import Pool, in_group
+from tests.pool import PATIENCE_S, Pool, in_group
 
 IDENTITY = {"recipe": "test", "lr": 0.1}
 
@@ -183,7 +183,7 @@ def test_training_goes_on_while_a_snapshot_is_written(
 
     def slow_write(folder: Path, step: int, content: dict[str, Any]) -> Path:
         began.append(step)
-        assert go_on.wait(30)
+        assert go_on.wait(PATIENCE_S)
         return write(folder, step, content)
 
     monkeypatch.setattr(snapshot, "write", slow_write)

@@ -1,5 +1,7 @@
 """The sample stream is a pure function of (seed, epoch, index)."""
 
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
@@ -10,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 from common.data import stream
 from common.data.stream import (
     GlobalBatches,
+    Loader,
     Samples,
     eval_batch_size,
     fixed_batches,
@@ -22,7 +25,7 @@ from common.data.stream import (
     make_loader,
 )
 from common.errors import InputError
-from recipes.tune_loader.streams import ItemStream, make_stream_loader
+from recipes.tune_loader.streams import ItemStream, make_item_loader, make_stream_loader
 
 worlds = st.sampled_from([1, 2, 3, 4, 6])
 
@@ -123,6 +126,16 @@ def test_workers_and_the_iterable_give_the_same_batches(
     assert torch.equal(torch.get_rng_state(), before), "loading has its own generators"
 
 
+@pytest.mark.parametrize("make", [make_loader, make_stream_loader, make_item_loader])
+def test_torch_does_not_warn_of_more_loading_processes_than_cores(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither when it is made nor when it loads: the run says it in one line (test_data.py)."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    loader = make(samples(8), [[(0, index)] for index in range(8)], num_workers=2)
+    assert len(list(loader)) == 8
+
+
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_source_without_index_and_length_gives_the_same_batches_to_any_ranks_and_processes(
@@ -134,7 +147,7 @@ def test_a_source_without_index_and_length_gives_the_same_batches_to_any_ranks_a
     shares = []
     for rank in range(world_size):
         stream = ItemStream(squares, float, 12, rank, world_size)
-        loader = DataLoader(stream, batch_size=None, **loader_options(workers, pin_memory=False))
+        loader = Loader(stream, batch_size=None, **loader_options(workers, pin_memory=False))
         shares.append([batch.tolist() for batch in loader])
     assert {len(share) for share in shares} == {4}, "no rank has a batch more than its peers"
     found = [list(chain(*slices)) for slices in zip(*shares, strict=True)]
@@ -175,3 +188,22 @@ def test_a_loading_process_is_silent_about_a_rank_that_has_ended(
     for error in (ConnectionResetError(104, "reset by peer"), ValueError("another")):
         sys.excepthook(type(error), error, None)
     assert capsys.readouterr().err == "ValueError: another\n"
+
+
+@pytest.mark.parametrize(
+    ("samples", "size", "world_size", "fix"),
+    [
+        (1437, 1437, 2, "give 1436"),
+        (1437, 1436, 3, "give 1434 or 1437"),
+        (1437, 1, 2, "give 2"),
+        (1437, 2000, 2, "give --global-batch-size 1436 or less"),
+        (3, 4, 4, "3 samples of training data are too few for 4 processes: .* fewer processes"),
+    ],
+)
+def test_no_batch_is_advised_that_is_refused_next(
+    samples: int, size: int, world_size: int, fix: str
+) -> None:
+    with pytest.raises(InputError, match=rf"{fix}$") as refused:
+        GlobalBatches(samples, size, 0, 0, world_size)
+    for advised in re.findall(r"\b\d+", str(refused.value).partition("give ")[2]):
+        assert len(GlobalBatches(samples, int(advised), 0, 0, world_size)) > 0

@@ -4,7 +4,9 @@ import contextlib
 import io
 import json
 import re
+import shlex
 import shutil
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -15,10 +17,12 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
+from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, resize
 
 from common.cli import parse
 from common.launch.ranks import Ranks
-from tests.conftest import ROOT, Recipe, need
+from common.training.models import ModelOptions, build_model, how_to_build
+from tests.conftest import ROOT, Recipe, clean_env, need
 from tests.pool import Pool
 from tests.test_data import flowers, idx, photo
 from tools import evaluate, predict
@@ -127,27 +131,52 @@ def evaluated(pool: Pool, world_size: int, run: Path, *words: str | Path) -> tup
     return int(status), str(printed), str(said)
 
 
-def by_snippet(run: Path, files: list[Path], config: dict[str, Any]) -> list[list[float]]:
-    """What the lines in README.md print for each file; docs/use.md says what others need."""
-    (text,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert text.count("\n") == 8
-    page = (ROOT / "docs" / "use.md").read_text()
-    changes = dict(re.findall(r"<!-- (.+?) -->\n```python\n(.*?)```", page, re.DOTALL))
-    channels = 1 if config["data"] == "fashion_mnist" else 3
-    text = text.replace("resnet34", config["model"]).replace("RUN/", f"{run}/")
-    if channels == 1:
-        text = text.replace('"RGB"', '"L"')
-    more = changes[f"{config['stem']} stem"] if (config["stem"], channels) != ("large", 3) else ""
-    if config["norm"] == "group":
-        text = text.replace("(num_classes", f"({changes['group'].strip()}, num_classes")
-    text = text.replace("model.load_state_dict", f"{more}model.load_state_dict")
+def by_snippet(run: Path, files: list[Path]) -> list[list[float]]:
+    """What the lines in docs/use.md print for each file."""
+    (text,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "use.md").read_text(), re.DOTALL)
     found = []
     for file in files:
         shown: list[Tensor] = []
         with torch.no_grad():
-            exec(text.replace("photo.jpg", str(file)), {"print": shown.append})
+            lines = text.replace("RUN/", f"{run}/").replace("photo.jpg", str(file))
+            exec(lines, {"print": shown.append})
         found += shown[0].double().tolist()
     return found
+
+
+@pytest.mark.parametrize(
+    ("name", "norm", "side", "channels"),
+    [
+        ("resnet18", "batch", 64, 3),
+        ("resnet34", "batch", 64, 1),
+        ("resnet50", "group", 32, 3),
+        ("resnet34", "group", 28, 1),
+    ],
+)
+def test_the_lines_on_the_page_build_every_resnet(
+    tmp_path: Path, name: Any, norm: Any, side: int, channels: int
+) -> None:
+    torch.manual_seed(0)
+    options = ModelOptions(model=name, norm=norm)
+    model, file = build_model(options, channels, 3, side).eval(), tmp_path / "photo.jpg"
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    photo(file, 1)
+    seen = {
+        "channels": channels,
+        "resize": [side],
+        "crop": side,
+        "mean": [0.4] * channels,
+        "std": [0.2] * channels,
+        "classes": ["a", "b", "c"],
+        "model": how_to_build({**vars(options), **options.resolved(side)}, side),
+    }
+    (tmp_path / "preprocessing.json").write_text(json.dumps(seen))
+    colours = Image.open(file).convert("RGB" if channels == 3 else "L")
+    image = center_crop(resize(pil_to_tensor(colours), [side]), [side]).float() / 255
+    with torch.no_grad():
+        expected = model((image[None] - 0.4) / 0.2).softmax(1).double()
+    shown = torch.tensor(by_snippet(tmp_path, [file])).double()
+    assert torch.allclose(shown, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "stem", "channels"), CASES)
@@ -184,7 +213,7 @@ def test_predictions_are_those_of_the_trainings_own_evaluation(
     assert torch.allclose(theirs, expected, rtol=0, atol=1e-6)
     best = [classes[place] for place in expected.argmax(1).tolist()]
     assert [answer["class"] for answer in answers] == best
-    snippet = torch.tensor(by_snippet(run, files, config))
+    snippet = torch.tensor(by_snippet(run, files))
     assert torch.allclose(snippet, expected, rtol=0, atol=1e-6)
     for world_size in (1, 2, 3) if name == "ddp_launch" else (3,):
         result = json.loads(evaluated(pool, world_size, run)[1].splitlines()[-1])
@@ -232,7 +261,10 @@ def test_a_truncated_photo_is_named_and_the_others_are_predicted(
     torn = folder / "part 1" / "7.jpg"
     torn.write_bytes(torn.read_bytes()[:300])
     (folder / "notes.txt").write_text("no image")
+    Image.new("RGB", (9, 9)).save(folder / "part 1" / "7.gif")
+    (folder / ".DS_Store").write_text("hidden")
     result = recipe.module("predict", photo_run, folder, "--json")
+    assert "left out, not images by their names: 2 (.txt 1, .gif 1)\n" in result.stderr
     assert (result.status, len(result.errors)) == (1, 1), result.stderr
     assert f"1 of 40 images were not predicted; the first is {torn} cannot" in result.errors[0]
     assert "Traceback" not in result.stderr
@@ -275,11 +307,14 @@ def test_bad_input_to_predict(
     (tmp_path / "empty").mkdir()
     notes = tmp_path / "notes.jpg"
     notes.write_text("no image")
+    moving = tmp_path / "moving.gif"
+    Image.new("RGB", (9, 9)).save(moving)
     for run, words, says in (
         (tmp_path / "none", [file], "none is not the folder of a run"),
         (photo_run, [tmp_path / "gone"], "gone does not exist"),
         (photo_run, [tmp_path / "empty"], r"empty has no images \(\.bmp, "),
         (photo_run, [file, notes], r"notes\.jpg is not an image"),
+        (photo_run, [moving], r"moving\.gif is not an image by its name: training takes .*\.bmp, "),
         (photo_run, [file, "--top-k", "0"], "--top-k must be at least 1"),
         (photo_run, [file, "--weights", notes], "is not a weights file"),
         (
@@ -297,7 +332,8 @@ def test_bad_input_to_predict(
     for model in ("toy", None):  # model_parallel_toy's points; dp_scratch and checkpoint_rnn
         (changed / "config.json").write_text(json.dumps({**config, "model": model}))
         said = refusal(predicted(pool, changed, file))
-        assert "holds no image classifier that can be rebuilt: give a run of" in said
+        assert "holds no image classifier that can be rebuilt" in said
+        assert f"(config.json has model {model}): give a run of" in said
     (changed / "config.json").write_text(json.dumps(config))
     (changed / "preprocessing.json").write_text("{")
     assert "preprocessing.json is damaged" in refusal(predicted(pool, changed, file))
@@ -305,6 +341,88 @@ def test_bad_input_to_predict(
     assert "preprocessing.json is missing" in refusal(predicted(pool, changed, file))
     (changed / "summary.json").unlink()
     assert "has not finished" in refusal(predicted(pool, changed, file))
+
+
+def test_a_model_trained_from_other_weights_needs_their_file_no_more(
+    pool: Pool, photo_run: Path, data: dict[int, tuple[str, list[Path]]], tmp_path: Path
+) -> None:
+    run, first, file = tmp_path / "run", tmp_path / "first.pt", tmp_path / "one.jpg"
+    shutil.copy(photo_run / "model.pt", first)
+    photo(file, 1)
+    words = f"{data[3][0]} {TINY} --image-size 16 --weights {first} --output-dir {run}"
+    pool.run(train, 1, "ddp_launch", words.split())
+    first.unlink()
+    status, printed, said = predicted(pool, run, file, "--json")
+    assert status == 0, said
+    assert json.loads(printed)["class"] in ("daisy", "rose", "tulip")
+
+
+def test_a_run_in_fp64_is_evaluated_to_the_bit(pool: Pool, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    pool.run(train, 1, "ddp_launch", f"{TINY} --precision fp64 --output-dir {run}".split())
+    summary = json.loads((run / "summary.json").read_text())
+    found = json.loads(evaluated(pool, 2, run)[1].splitlines()[-1])
+    assert [found[key] for key in found if key in summary] == [
+        summary[key] for key in found if key in summary
+    ]
+
+
+def test_an_altered_model_is_named(
+    recipe: Recipe, pool: Pool, photo_run: Path, tmp_path: Path
+) -> None:
+    run, file = shutil.copytree(photo_run, tmp_path / "altered"), tmp_path / "one.jpg"
+    photo(file, 1)
+    for name in ("model.pt", "best.pt"):
+        weights = torch.load(run / name)
+        next(iter(weights.values())).flatten()[0] += 1e-3
+        torch.save(weights, run / name)
+        says = f"{run / name} is not what the run wrote (weights_sha256 in summary.json)"
+        choice: list[str | Path] = [] if name == "model.pt" else ["--weights", run / name]
+        assert says in refusal(predicted(pool, run, file, *choice))
+        assert says in refusal(evaluated(pool, 2, run, *choice))
+        moved = (run / name).rename(tmp_path / name)
+        assert f"{run / name} is missing" in refusal(predicted(pool, run, file, *choice))
+        assert predicted(pool, run, file, "--weights", moved)[0] == 0, "another state_dict"
+        shutil.copy(moved, run / name)
+    (run / "model.pt").write_bytes((run / "model.pt").read_bytes()[:1000])
+    done = recipe.module("evaluate", run, "--nproc", "2")
+    assert done.status == 2
+    (error,) = done.errors
+    assert f"{run}/model.pt is not what the run wrote" in error
+
+
+def test_names_are_readable_in_the_c_locale(
+    recipe: Recipe, photo_run: Path, tmp_path: Path
+) -> None:
+    run, file = shutil.copytree(photo_run, tmp_path / "run"), tmp_path / "one.jpg"
+    photo(file, 1)
+    seen = json.loads((run / "preprocessing.json").read_text())
+    seen["classes"] = ["rosé", "łąka", "玫瑰"]
+    (run / "preprocessing.json").write_text(json.dumps(seen))
+    env = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "recipes", "predict", str(run), str(file)]
+    environment = {**clean_env(), **env}
+    done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in seen["classes"]), done.stdout
+
+
+@pytest.mark.parametrize("command", ["predict", "evaluate"])
+def test_a_result_that_cannot_be_written_is_no_success(
+    recipe: Recipe, photo_run: Path, tmp_path: Path, command: str
+) -> None:
+    file = tmp_path / "one.jpg"
+    photo(file, 1)
+    words = [photo_run, file] if command == "predict" else [photo_run, "--nproc", "1"]
+    line = shlex.join([sys.executable, "-m", "recipes", command, *map(str, words)])
+    for where, status, says in (
+        (">&-", 2, "error: stdout is closed, and the result goes there: redirect it to a file"),
+        (">/dev/full", 1, "the result cannot be written (No space left on device): make room"),
+    ):
+        done = recipe.finish(recipe.start("sh", "-c", f"{line} {where}"), tmp_path)
+        assert (done.status, len(done.errors)) == (status, 1), done.stderr
+        assert says in done.errors[0]
+        assert "Traceback" not in done.stderr
 
 
 def test_evaluate_on_another_folder_and_with_other_weights(

@@ -67,7 +67,7 @@ def on_both(
         extra = options[node].split() if len(options) == 2 else []
         command = launched(recipe, node, *OPTIONS, *extra, address=address)
         processes.append(recipe.start(*host, *command))
-    return [recipe.finish(process, recipe.tmp_path / "run", 60) for process in processes]
+    return [recipe.finish(process, recipe.tmp_path / "run") for process in processes]
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_by_hand_and_by_torchrun(recipe: Recipe, hosts: list[list[str]]) -> None
         for node, host in enumerate(hosts)
     ]
     for process in processes:
-        result = recipe.finish(process, recipe.tmp_path / "torchrun", 60).assert_ok()
+        result = recipe.finish(process, recipe.tmp_path / "torchrun").assert_ok()
     assert result.sha == alone.sha
 
 
@@ -106,7 +106,6 @@ def test_loopback_as_the_master_address_is_named(recipe: Recipe, hosts: list[lis
         assert result.status == 2
         assert len(result.errors) == 1, result.stderr
         assert re.search("127.0.0.1' is every host's own loopback", result.errors[0])
-        assert result.elapsed_s < 40
 
 
 @pytest.mark.slow
@@ -128,7 +127,7 @@ def listening(host: list[str]) -> set[str]:
 def test_nothing_listens_on_every_interface(recipe: Recipe, hosts: list[list[str]]) -> None:
     """Neither the store, which has no authentication, nor the ranks' own sockets."""
     for node, host in enumerate(hosts):
-        recipe.start(*host, *launched(recipe, node, "--epochs", "500"))
+        recipe.start(*host, *launched(recipe, node, "--epochs", "100000"))
     wait_for(lambda: list((recipe.tmp_path / "run").glob("snapshots/*.pt")))
     for address, host in zip(ADDRESSES, hosts, strict=True):
         own = "".join(f"{int(part):02X}" for part in reversed(address.split(".")))

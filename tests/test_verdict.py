@@ -141,6 +141,55 @@ def test_a_rank_that_hangs_on_nccl_is_named_by_the_launcher(recipe: Recipe) -> N
     assert re.search(r"rank 1 on \S+ stopped answering \(computing\)", error)
 
 
+RANKS_THAT_EXIT = """
+import os, sys
+from common.launch import start
+from common.launch.process import run_rank
+from common.launch.ranks import Ranks
+if rank := os.environ.get("RANK"):
+    def body():
+        if f"{rank}=" in os.environ["STATUSES"]:
+            os._exit(int(os.environ["STATUSES"].split(f"{rank}=")[1].split()[0]))
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:29500")
+    sys.exit(run_rank(body, Ranks(int(rank), int(rank), 2, 2)))
+sys.exit(start.launch([__file__], 2, start.LaunchOptions()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("statuses", "says"),
+    [
+        ("1=0", r"rank 1 on \S+ ended too early \(status 0\)"),
+        ("1=75", r"rank 1 on \S+ ended too early \(status 75\)"),
+        ("0=0 1=0", r"rank [01] on \S+ ended too early \(status 0\)"),
+        ("0=75 1=75", r"rank [01] on \S+ ended too early \(status 75\)"),
+    ],
+)
+def test_a_rank_that_exits_in_the_middle_of_its_work_has_failed(
+    recipe: Recipe, statuses: str, says: str
+) -> None:
+    """And not the rank that lost its connection to it."""
+    script = recipe.tmp_path / "ranks.py"
+    script.write_text(RANKS_THAT_EXIT)
+    process = recipe.start(sys.executable, script, env={"STATUSES": statuses})
+    done = recipe.finish(process, recipe.tmp_path)
+    assert done.status == 1
+    (error,) = done.errors
+    assert re.search(rf"{says}: .*look for exit\(\)", error)
+    assert "Traceback" not in done.stderr
+
+
+def test_code_that_calls_exit_in_a_run_of_one_process_is_no_success(recipe: Recipe) -> None:
+    script = (
+        "import sys; from common.launch.process import run_rank; from common.launch.ranks import "
+        "Ranks; sys.exit(run_rank(lambda: sys.exit(0), Ranks()))"
+    )
+    done = recipe.finish(recipe.start(sys.executable, "-c", script), recipe.tmp_path)
+    assert (done.status, len(done.errors)) == (1, 1)
+    assert "ended too early (status 0): its work was not done: look for exit()" in done.errors[0]
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(("backend", "passed_on"), [("gloo", 0), ("cpu:gloo,cuda:nccl", 1)])
 def test_ranks_on_nccl_pass_its_messages_on(
     monkeypatch: pytest.MonkeyPatch, backend: str, passed_on: int

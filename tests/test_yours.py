@@ -7,36 +7,47 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._utils import ExceptionWrapper
+from torch.nn.functional import cross_entropy, l1_loss, mse_loss
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 from torchvision.datasets import FakeData
 from torchvision.transforms import v2
 
 import recipes
-from common import cli, git
+from common import cli, git, log
+from common.data.batches import DeviceBatches
 from common.data.datasets import ArraySamples, Data, LoaderOptions
 from common.data.loaders import make_loaders
 from common.data.stream import Samples, make_loader
-from common.errors import InputError
+from common.errors import InputError, TrainingError
 from common.git import without_secrets
+from common.hints import hint
 from common.identity import decisive
 from common.launch.ranks import Ranks
+from common.launch.report import report
 from common.run.options import RunOptions, flatten
 from common.seeds import rng_state
 from common.training.ddp import warm_up
 from common.training.evaluate import evaluate
-from tests.conftest import ROOT, Recipe, Result, need
+from common.training.losses import check_losses
+from common.training.optimizer import OptimizerOptions
+from tests.conftest import ROOT, Recipe, Result, clean_env, need
 from tests.pool import Pool, in_group
+from tools.own import config_of
+from tools.trained import Trained
 
 CPU = torch.device("cpu")
 PAGE = (ROOT / "docs" / "bring-your-own.md").read_text()
@@ -73,28 +84,81 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def begin(house: Path, example: int) -> None:
     """Follow the page: `make new`, then a file and a diff."""
     shutil.rmtree(house / "recipes" / "mine", ignore_errors=True)
-    subprocess.run(["make", "-s", "new", "RECIPE=mine"], cwd=house, check=True)
+    command = ["make", "-s", "new", "RECIPE=mine"]
+    subprocess.run(command, cwd=house, env=clean_env(), check=True)
     (house / "recipes" / "mine" / "yours.py").write_text(CODE[example])
     lines = DIFFS[example].splitlines()[2:]
     assert sum(line[0] in "+-" for line in lines) <= 25
     subprocess.run(["git", "apply"], cwd=house, input=DIFFS[example], text=True, check=True)
 
 
-def train_mine(
-    ranks: Ranks, house: Path, arguments: list[str], losses_per_sample: int | None = None
-) -> None:
-    """The recipe of a house, as one rank, on code that git knows there."""
+@contextmanager
+def as_in(house: Path) -> Iterator[None]:
+    """Import recipes of a house."""
     for name in [name for name in sys.modules if name.startswith("recipes.mine")]:
         del sys.modules[name]  # of another example
     importlib.invalidate_caches()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipes, "__path__", [str(house / "recipes")])
         patch.setattr(git, "ROOT", house)
+        yield
+
+
+def train_mine(
+    ranks: Ranks, house: Path, arguments: list[str], losses_per_sample: int | None = None
+) -> None:
+    """The recipe of a house, as one rank, on code that git knows there."""
+    with as_in(house):
         mine: Any = importlib.import_module("recipes.mine.train")
         if losses_per_sample:
             losses_of, size = mine.losses_of, (-1, losses_per_sample)
             mine.losses_of = lambda *given: losses_of(*given)[:, None].expand(size)
         mine.train(cli.parse("mine", mine.Config, arguments)[1], ranks)
+
+
+def test_a_recipe_of_ones_own_is_listed_trained_evaluated_and_loaded_as_the_page_says(
+    house: Path, recipe: Recipe
+) -> None:
+    """With samples of three parts, of which the third weights the loss, and with a broken one."""
+    begin(house, 0)
+    mine = house / "recipes" / "mine"
+    for file, changes in (
+        ("yours.py", {"[x, y, side]) / 16": "[x, y, side]) / 16, 1 + index % 2"}),
+        ("yours.py", {"images, places = batch": "images, places, weights = batch"}),
+        ("train.py", {"for images, labels in": "for images, labels, weights in"}),
+        ("train.py", {"append(smooth_l1": "append(weights * smooth_l1"}),
+    ):
+        for old, new in changes.items():
+            text = (mine / file).read_text()
+            assert text.count(old) == 1
+            (mine / file).write_text(text.replace(old, new))
+    env = {"PYTHONPATH": str(house)}
+    listed = recipe.module(env=env).stdout
+    assert re.search(r"\n  mine +A copy of ddp_launch, yours to change", listed)
+    options = ("--nproc", "1", "--batch-size-per-rank", "96", "--max-steps", "2")
+    done = recipe("mine", *options, env=env).assert_ok()
+    assert "warning" not in done.stdout + done.stderr
+    assert f"{done.folder}/model.pt (how to use it: docs/use.md)" in done.stdout
+    again = recipe.module("evaluate", done.folder, "--nproc", "1", "--json", env=env).assert_ok()
+    answer = json.loads(again.stdout)
+    recorded = ("val_loss", "val_error_px", "val_total", "weights_sha256")
+    assert answer == {name: done.summary[name] for name in recorded} | {"held_out": True}
+    script = CODE[2].replace("runs/mine/RUN", str(done.folder))
+    script += "assert model(torch.zeros(1, 1, 16, 16)).shape == (1, 3)"
+    with as_in(house):
+        exec(script, {})
+
+    text = (mine / "yours.py").read_text()
+    broken = text.replace(
+        "        side, x, y =", '        index == 959 and {}["label"]\n        side, x, y ='
+    )
+    (mine / "yours.py").write_text(broken)
+    failed = recipe("mine", *options[:-2], "--num-workers", "1", folder="failed", env=env)
+    assert failed.status == 1
+    (line,) = failed.errors
+    says = r"rank 0 on \S+: sample 959 of Squares cannot be read \(KeyError: 'label'\): repair it"
+    assert re.match(rf"error: {says}", line), line
+    assert 'index == 959 and {}["label"]' in failed.stderr, "the traceback shows the user's line"
 
 
 @pytest.mark.slow
@@ -248,6 +312,95 @@ def test_draws_from_any_generator_depend_on_the_key_alone() -> None:
     assert str(rng_state()) == str(before), "the training's generators are left as they were"
 
 
+class Broken(Dataset[Any]):
+    """Sample 7 is broken."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def __getitem__(self, index: int) -> Any:
+        size = 5 if index == 7 and self.fault == "ragged" else 3
+        if index == 7 and self.fault == "none":
+            return None
+        if index == 7 and self.fault == "raises":
+            raise KeyError("label")
+        label = None if index == 7 and self.fault == "none inside" else 1
+        return torch.zeros(size), label
+
+
+@pytest.mark.parametrize("by_process", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("none", "sample 7 of Broken is None: let __getitem__ return .* leave this index out"),
+        ("raises", r"sample 7 of Broken cannot be read \(KeyError: 'label'\): repair it, or"),
+        (
+            "ragged",
+            r"samples 4 and 7 of Broken do not fit into one batch: they are \[\(3,\) float32, "
+            r"int\] and \[\(5,\) float32, int\]; return samples of one shape, or .* pads",
+        ),
+        ("none inside", r"sample 7 of Broken makes no batch .* \[\(3,\) float32, NoneType\]; let"),
+    ],
+)
+def test_a_broken_sample_is_named_with_its_index_and_rank(
+    capfd: pytest.CaptureFixture[str], fault: str, says: str, by_process: bool
+) -> None:
+    """Its index in the data set, not its place in the split; also if a loading process finds it."""
+    samples = Samples(Broken(fault), range(4, 10), 0)
+
+    def load() -> None:
+        try:
+            samples.__getitems__([(0, 0), (0, 3)])
+        except TrainingError:
+            if by_process:  # torch hands it over to the rank like this
+                ExceptionWrapper(where="in DataLoader worker process 0").reraise()
+            raise
+
+    with pytest.raises(TrainingError) as raised:
+        load()
+    assert report(raised.value, Ranks(rank=3, world_size=4)) == 1
+    said = capfd.readouterr().err
+    lines = said.splitlines()
+    assert re.match(rf"error: rank 3 on \S+: {says}", lines[0]), said
+    assert ("in __getitem__" in said) == (fault == "raises"), "the user's line"
+    assert (len(lines) == 1) == (fault == "none")
+
+
+def test_errors_of_a_recipe_that_does_not_fit_its_samples_say_so() -> None:
+    sample: Any = (1, 2, 3)
+    with pytest.raises(ValueError, match="values to unpack") as too_many:
+        _image, _label = sample
+    assert "as in images, labels, weights" in hint(str(too_many.value))
+    with pytest.raises(RuntimeError) as scalar:
+        torch.cat([torch.zeros(())])
+    assert "give it reduction='none'" in hint(str(scalar.value))
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, mse_loss, l1_loss])
+def test_a_mean_over_the_batch_is_not_taken_for_the_losses_of_samples(
+    caplog: pytest.LogCaptureFixture, loss: Callable[..., Tensor]
+) -> None:
+    model, weights = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), torch.rand(6)
+    targets = torch.rand(6, 4)
+
+    def said(losses: Tensor) -> str:
+        caplog.clear()
+        losses.sum().backward()  # as in a recipe: the graph is used up
+        check_losses(losses, 6)
+        return caplog.text
+
+    with caplog.at_level("WARNING", log.name), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log, "propagate", True)
+        single = loss(model(torch.rand(6, 3)), targets, reduction="none").view(6, -1).mean(1)
+        assert not said(weights * single)
+        assert not said(loss(model(torch.rand(6, 3)), targets)), "a mean is what it says"
+        wrong = said(weights * loss(model(torch.rand(6, 3)), targets))
+    if loss is not cross_entropy:  # torch takes its mean of probabilities with a plain sum
+        assert "weights of single samples have no effect on it; give reduction='none'" in wrong
+    with pytest.raises(TrainingError, match=r"losses of shape \(24,\) for 6 samples: give red"):
+        check_losses(torch.zeros(24), 6)
+
+
 def test_bytes_are_images_only_if_the_data_say_how_they_are_normalised() -> None:
     source = [(torch.full((3, 2, 2), 255, dtype=torch.uint8), 0)] * 40
     samples = Samples(source, range(40), 0)
@@ -257,6 +410,17 @@ def test_bytes_are_images_only_if_the_data_say_how_they_are_normalised() -> None
         images, _ = next(iter(make_loaders(data, *arguments)[1]))
         assert images.dtype == expected
         assert images.unique().item() == (1 if mean else 255)
+
+
+def test_masks_that_are_bytes_stay_as_they_are() -> None:
+    image, mask = torch.full((3, 3, 4, 4), 255, dtype=torch.uint8), torch.ones(3, 3, 4, 4).byte()
+    prepare = DeviceBatches([], CPU, torch.float64, (0.5,) * 3, (0.5,) * 3).prepare
+    for batch in ((image, mask), [image, {"mask": mask}], {"image": image, "mask": mask}):
+        (ours, kept) = tree_leaves(prepare(batch))
+        assert (ours.dtype, ours.unique().item()) == (torch.float64, 1)
+        assert kept is mask
+    label, pixels = prepare((torch.arange(3), image))
+    assert (label.dtype, pixels.dtype) == (torch.int64, torch.uint8), "only the first tensor"
 
 
 @pytest.mark.parametrize(
@@ -313,11 +477,23 @@ def mean_error(model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
     return {"error": absolute_error(model, batch)["error"].mean()}
 
 
+def mixed_scores(model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
+    return absolute_error(model, batch) | {"loss": absolute_error(model, batch)["error"].mean()}
+
+
+def two_per_sample(model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
+    return {"error": absolute_error(model, batch)["error"].repeat(2)}
+
+
 def test_what_would_be_wrong_in_silence_is_refused(pool: Pool) -> None:
     with pytest.raises(TypeError, match="to switch to eval mode"):
         pool.run(in_group, 1, evaluated, absolute_error, True)
     with pytest.raises(ValueError, match="one number for each sample"):
         pool.run(in_group, 1, evaluated, mean_error, False)
+    with pytest.raises(ValueError, match=r"got the shapes \{'error': \(32,\), 'loss': \(\)\}"):
+        pool.run(in_group, 1, evaluated, mixed_scores, False)
+    with pytest.raises(ValueError, match="gave 180 numbers per metric for 90 samples"):
+        pool.run(in_group, 1, evaluated, two_per_sample, False)
 
 
 class TwoInputs(nn.Module):
@@ -363,6 +539,25 @@ def test_an_option_group_needs_no_default() -> None:
     assert {"text", "width", "seed"} <= decisive({}, OwnConfig).keys()
     with pytest.raises(InputError, match="--text PATH"):
         cli.parse("own", OwnConfig, ["--width", "4"])
+
+
+@dataclass(frozen=True)
+class TrainedConfig:
+    """All options."""
+
+    own: OwnOptions
+    run: RunOptions = field(default_factory=RunOptions)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+
+
+def test_what_evaluate_gives_to_own_functions_is_the_config_of_the_run() -> None:
+    given = ["--text", "a.txt", "--output-dir", "run", "--batch-size-per-rank", "8", "--lr", "0.2"]
+    config = cli.parse("own", TrainedConfig, given)[1]
+    resolved = {**flatten(config), "global_batch_size": 16, "device": "cpu", "recipe": "own"}
+    run = Trained(Path("run"), json.loads(json.dumps(resolved)), {}, {}, "")
+    found = config_of(SimpleNamespace(Config=TrainedConfig), run)
+    assert (found.own, found.optimizer) == (config.own, config.optimizer)
+    assert found.run == replace(config.run, device="cpu")
 
 
 def test_the_diff_leaves_out_runs_secrets_and_what_is_no_text(

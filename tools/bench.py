@@ -30,6 +30,7 @@ from common.files import result_folder, write_json
 from common.launch.process import end_process, stop_at_once
 from common.launch.start import LaunchOptions
 from common.machine import describe_machine
+from common.options import given_path
 from tools.command import Parser, attempt
 from tools.fresh import run_fresh
 
@@ -246,7 +247,7 @@ def bench(arguments: Sequence[str]) -> None:
         help="rounds in which each variant is measured once (default 5, for recipes 3)",
     )
     parser.add_argument(
-        "--output", "--output-dir", "--output_dir", type=Path, help="folder of the results"
+        "--output", "--output-dir", "--output_dir", type=given_path, help="folder of the results"
     )
     parser.add_argument("--redraw", action="store_true", help="measure nothing; draw again")
     parser.add_argument("--default-run", action="store_true", help="run the recipe's defaults only")

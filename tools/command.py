@@ -1,11 +1,15 @@
-"""What the commands beside the recipes share: their options and how they end."""
+"""What the commands beside the recipes share: their options, where they print, how they end."""
 
 import argparse
+import contextlib
+import io
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from common.errors import STATUS_FINISHED, InputError
+from common import closed_streams
+from common.errors import STATUS_FINISHED, InputError, TrainingError
 from common.launch.ranks import Ranks
 from common.launch.report import report
 
@@ -13,11 +17,48 @@ from common.launch.report import report
 def attempt(body: Callable[[], int | None]) -> int:
     """Run a command that has no state to save; return the exit status."""
     try:
-        return body() or STATUS_FINISHED
+        open_stdout()
+        with writing():
+            status = body() or STATUS_FINISHED
+            with contextlib.suppress(BrokenPipeError):  # as in `sample ... | head`
+                sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:  # the outermost frame: every failure becomes a status
         return report(error, Ranks())
+
+
+def open_stdout() -> None:
+    """Let stdout and stderr print every name: as it is where they can, else with escapes.
+
+    Python takes ASCII in the C locale if its UTF-8 mode is off (PYTHONUTF8=0). Terminals of today
+    show UTF-8 there, too. A file name that is no UTF-8 gets the escapes of JSON.
+
+    Raises:
+        InputError: stdout is closed.
+    """
+    if "stdout" in closed_streams:
+        raise InputError("stdout is closed, and the result goes there: redirect it to a file")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            ascii_only = stream.encoding.lower() in ("ascii", "us-ascii", "ansi_x3.4-1968")
+            stream.reconfigure(encoding="utf-8" if ascii_only else None, errors="backslashreplace")
+
+
+@contextlib.contextmanager
+def writing() -> Iterator[None]:
+    """Say it if the result cannot be written; raises TrainingError."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise TrainingError(
+            f"the result cannot be written ({error.strerror}): make room, or write it elsewhere"
+        ) from error
 
 
 class Parser(argparse.ArgumentParser):

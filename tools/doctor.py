@@ -35,6 +35,7 @@ from common.group.host import control_group_limits, cpu_quotas
 from common.hints import LOCKED_MEMORY_HINT, SHARED_MEMORY_HINT, hint
 from common.launch.process import end_with_parent
 from common.launch.ranks import Ranks, resolve
+from common.options import given_path
 from tools.command import Parser, attempt
 from tools.fresh import fresh_environment
 
@@ -412,7 +413,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--output-dir",
-        type=Path,
+        type=given_path,
         default=Path("runs"),
         help="folder of the runs (default %(default)s)",
     )

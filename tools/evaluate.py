@@ -7,54 +7,84 @@
 Without other data or weights, the result is the one in RUN/summary.json, to the bit and on any
 number of ranks, as long as the device, its library versions and the CPU's type are those of the
 run. A folder of photos has one sub-folder per class, named as in the training; all its photos are
-evaluated. If the folder is the run's own data at another place, only its held-out samples are.
+evaluated. If the folder is the run's own data at another place, only its held-out samples are. For
+recipes with own data or an own model see docs/bring-your-own.md.
 """
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from common import cli, log
 from common.data.batches import DeviceBatches
-from common.data.datasets import DataOptions, load_data
-from common.data.image_folder import ImageFiles, class_names, images_in, verify
+from common.data.datasets import Data, DataOptions, LoaderOptions, load_data
+from common.data.image_folder import (
+    ImageFiles,
+    class_names,
+    images_and_others,
+    left_out,
+    verify,
+)
 from common.data.stream import Samples, eval_batch_size, fixed_batches, make_loader
 from common.data.workers import choose_num_workers
-from common.errors import InputError
+from common.errors import InputError, TrainingError
 from common.files import weights_sha256
 from common.group.collectives import agreed
 from common.group.devices import choose_device
 from common.group.process_group import process_group
 from common.group.rendezvous import refuse_together
+from common.launch.capacity import refuse_more_than_fit
 from common.launch.process import run_rank
 from common.launch.ranks import Ranks, resolve
 from common.launch.start import LaunchOptions, launch
+from common.options import given_path
 from common.run.announce import device_in_words
 from common.run.options import RunOptions
 from common.seeds import set_determinism
 from common.terminal import set_up_logs
-from common.training.evaluate import evaluate
-from tools.command import Parser
-from tools.trained import Trained, read, refuse_unusable
+from common.training.evaluate import evaluate, score_classes
+from tools.command import Parser, open_stdout, writing
+from tools.own import Parts, load_own, recipe_of
+from tools.trained import Trained, read, read_config, refuse_unusable
 
 
-def held_out(run: Trained, options: DataOptions, ranks: Ranks) -> Samples:
-    """The run's own held-out samples. Calls collectives.
+def held_out(run: Trained, options: DataOptions, ranks: Ranks) -> Data:
+    """The run's own data. Calls collectives.
 
     Raises:
         InputError: `options` name other data than the run's.
     """
-    data = load_data(options, run.config["seed"], ranks)
+    data = load_data(options, run.options(RunOptions).seed, ranks)
     with agreed():
         if data.fingerprint != run.fingerprint:
             where = f" in {options.data_path}" if options.data_path else ""
             raise InputError(
-                f"--data {options.data}{where} is not the data that {run.folder} was trained on, "
-                "or has changed since: restore it, or give --data-path"
+                f"--data {options.data}{where} is not the data that {run.folder} was trained on "
+                "(data_fingerprint in manifest.json), or has changed since: restore it, or give "
+                "--data-path"
             )
+    return data
+
+
+def validation(run: Trained, data: Data) -> Samples:
+    """The held-out samples of the run's own `data`. Calls a collective.
+
+    Raises:
+        InputError: preprocessing.json says other things of the data.
+    """
+    with agreed():
+        for key, value in json.loads(json.dumps(data.preprocessing)).items():
+            if run.preprocessing.get(key) != value:
+                raise InputError(
+                    f'{run.folder}/preprocessing.json: "{key}" is {run.preprocessing.get(key)}, '
+                    f"but {value} for the run's data: restore the file, or train again"
+                )
     return data.val
 
 
@@ -73,7 +103,10 @@ def photos(run: Trained, folder: Path, ranks: Ranks) -> Samples:
                 f"--data-path {folder} holds {', '.join(sorted(unknown))}, but the classes of the "
                 f"run are {', '.join(run.classes)}"
             )
-        files = [(path, name) for name in names for path in images_in(folder / name)]
+        found = {name: images_and_others(folder / name) for name in names}
+        files = [(path, name) for name, (images, _) in found.items() for path in images]
+        if others := [path for _, more in found.values() for path in more]:
+            log.info(left_out(others))
         paths = [path for path, _ in files][ranks.rank :: ranks.world_size]
         refuse_unusable(paths, run.channels)
         verify(paths, show_progress=ranks.is_main)
@@ -86,42 +119,55 @@ def samples_of(
 ) -> tuple[Samples, bool]:
     """The samples to evaluate, and whether they are the run's own. Calls collectives."""
     if folder is None:
-        return held_out(run, options, ranks), True
+        return validation(run, held_out(run, options, ranks)), True
     if options.data_path is not None:
         try:
-            return held_out(run, replace(options, data_path=folder), ranks), True
+            own = held_out(run, replace(options, data_path=folder), ranks)
         except InputError:
             pass
+        else:
+            return validation(run, own), True
     return photos(run, folder, ranks), False
 
 
-def evaluate_run(given: argparse.Namespace, run: Trained, ranks: Ranks) -> None:
-    """Evaluate as one rank, and print the result."""
-    if not given.json:
-        set_up_logs(ranks)
-    path = run.config["data_path"]
+def load_classifier(
+    given: argparse.Namespace, run: Trained, ranks: Ranks, device: torch.device
+) -> tuple[Parts, bool]:
+    """A classifier of images, and whether the samples are the run's own. Calls collectives."""
     options = run.options(
         DataOptions,
-        data_path=path and Path(path),
         num_workers=given.num_workers,
         download=False,
         verify_images=False,
     )
+    with agreed():
+        model, dtype = run.model(given.weights, device)
+    val, own = samples_of(run, options, given.data_path, ranks)
+    seen = run.preprocessing
+    return Parts(val, seen["mean"], seen["std"], model, dtype, score_classes), own
+
+
+def evaluate_run(given: argparse.Namespace, run: Trained, recipe: Any, ranks: Ranks) -> None:
+    """Evaluate as one rank, and print the result; `recipe` is that of `recipe_of`."""
+    if not given.json:
+        set_up_logs(ranks)
     set_determinism(**run.options(RunOptions).determinism)
     device = choose_device(given.device, ranks)
     with process_group(ranks, device, "auto", run.options(RunOptions).timeout_s):
-        with agreed():
-            model, dtype = run.model(given.weights, device)
-        val, own = samples_of(run, options, given.data_path, ranks)
+        if recipe:
+            parts, own = load_own(recipe, run, given.weights, ranks, device), True
+        else:
+            parts, own = load_classifier(given, run, ranks, device)
+        val, model = parts.val, parts.model
+        options = run.options(LoaderOptions, num_workers=given.num_workers)
         keys = fixed_batches(len(val), eval_batch_size(len(val)), ranks.rank, ranks.world_size)
         workers = choose_num_workers(options, val, max(map(len, keys), default=1), device)
         loader = make_loader(val, keys, num_workers=workers, pin_memory=device.type == "cuda")
-        seen = run.preprocessing
-        batches = DeviceBatches(loader, device, dtype, seen["mean"], seen["std"])
-        found = evaluate(model, batches, len(val))
+        batches = DeviceBatches(loader, device, parts.dtype, parts.mean, parts.std)
+        found = evaluate(model, batches, len(val), score=parts.score)
     result = {
         **{f"val_{name}": mean for name, mean in found.means.items()},
-        "val_correct": found.correct,
+        **({"val_correct": found.correct} if "accuracy" in found.means else {}),
         "val_total": found.total,
     }
     recorded = {name: run.summary.get(name) for name in result}
@@ -129,33 +175,53 @@ def evaluate_run(given: argparse.Namespace, run: Trained, ranks: Ranks) -> None:
         return
     if given.json:
         sha = weights_sha256(model.state_dict())
-        print(json.dumps({**result, "held_out": own, "weights_sha256": sha}))
-        return
-    what = f"held-out samples of {run.folder}" if own else f"images in {given.data_path}"
-    where = f"world_size {ranks.world_size}, device {device_in_words(given.device, device)}"
-    log.info(f"{found.total} {what}, {where}\n")
-    log.info("\n".join(f"  {name:<12}  {value}" for name, value in result.items()))
-    if own and given.weights is None:
-        log.info(f"\n{verdict(result, recorded)}")
+        text = json.dumps({**result, "held_out": own, "weights_sha256": sha})
+    else:
+        what = f"held-out samples of {run.folder}" if own else f"images in {given.data_path}"
+        where = f"world_size {ranks.world_size}, device {device_in_words(given.device, device)}"
+        lines = [f"{found.total} {what}, {where}", ""]
+        lines += [f"  {name:<12}  {value}" for name, value in result.items()]
+        if own and given.weights is None:
+            lines += ["", verdict(result, recorded)]
+        text = "\n".join(lines)
+    with writing():
+        print(text, flush=True)
 
 
 def verdict(result: dict[str, Any], recorded: dict[str, Any]) -> str:
-    """Whether the result is the one that the run wrote into its summary."""
+    """Whether the result is the one that the run wrote into its summary.
+
+    Raises:
+        TrainingError: it is another one altogether.
+    """
     if result == recorded:
         return "the same as in summary.json, to the bit"
+    if lacking := [name for name, value in recorded.items() if value is None]:
+        return f"summary.json has no {', '.join(lacking)} to compare with: restore it"
+    others = (f"{name} {value}" for name, value in recorded.items() if value != result[name])
+    means = {name: value for name, value in recorded.items() if name != "val_correct"}
+    if not all(math.isclose(v, result[n], rel_tol=0.05, abs_tol=0.05) for n, v in means.items()):
+        raise TrainingError(
+            f"summary.json has {', '.join(others)}, which differ by more than another device or "
+            "version of torch explains: a file of the run was altered, or its data"
+        )
     return (
-        f"summary.json has val_loss {recorded['val_loss']}, val_correct {recorded['val_correct']}: "
-        "another device, CPU or version of torch changes the last bits"
+        f"summary.json has {', '.join(others)}: another device, CPU or version of torch changes "
+        "the last bits"
     )
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run from a command line, as a rank or to start the ranks; returns the exit status."""
     parser = Parser("evaluate", __doc__)
-    parser.add_argument("run", type=Path, help="folder of a finished run")
-    parser.add_argument("--data-path", type=Path, help="folder to evaluate on; default: the run's")
+    parser.add_argument("run", type=given_path, help="folder of a finished run")
     parser.add_argument(
-        "--weights", type=Path, help="another state_dict of the same model; default: RUN/model.pt"
+        "--data-path", type=given_path, help="folder to evaluate on; default: the run's"
+    )
+    parser.add_argument(
+        "--weights",
+        type=given_path,
+        help="another state_dict of the same model; default: RUN/model.pt",
     )
     parser.add_argument(
         "--nproc", type=int, help="processes; default: one per visible GPU, or 2 without a GPU"
@@ -173,16 +239,24 @@ def main(arguments: Sequence[str]) -> int:
         help="auto: a GPU if there is one; default %(default)s",
     )
     try:
+        open_stdout()
         ranks, given = resolve(), parser.parse_args(list(arguments))
-        run, options = read(given.run), LaunchOptions(nproc=given.nproc)
+        recipe = recipe_of(read_config(given.run))
+        run, options = read(given.run, own=bool(recipe)), LaunchOptions(nproc=given.nproc)
+        if recipe and given.data_path:
+            raise InputError(
+                f"--data-path is for photos: {recipe.__name__} makes its own data, and evaluates "
+                "the run's held-out samples"
+            )
         if ranks.launcher == "none" and options.processes > 1:
+            refuse_more_than_fit(options.processes)
             return launch(["-m", "recipes", "evaluate", *arguments], options.processes, options)
     except ValueError as error:
         return cli.refuse(InputError(str(error)))
 
     def body() -> None:
         try:
-            evaluate_run(given, run, ranks)
+            evaluate_run(given, run, recipe, ranks)
         except InputError as error:
             raise refuse_together(error, ranks) from None
 

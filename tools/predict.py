@@ -24,12 +24,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common.data.batches import DeviceBatches
-from common.data.image_folder import decoded, images_in
+from common.data.image_folder import SUFFIXES, decoded, images_and_others, is_image, left_out
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
 from common.group.devices import choose_device
 from common.group.host import usable_cores
 from common.launch.ranks import Ranks
 from common.launch.report import say
+from common.options import given_path
 from common.run.announce import device_in_words
 from common.run.options import RunOptions
 from common.seeds import set_determinism
@@ -40,27 +41,39 @@ BATCH = 32
 """Images that the model sees at once."""
 
 
-def listed(inputs: Sequence[Path], channels: int) -> list[Path]:
-    """The images to predict, in the order given; those of a folder sorted.
+def listed(inputs: Sequence[Path], channels: int) -> tuple[list[Path], list[Path]]:
+    """The images to predict, in the order given, those of a folder sorted; and the other files.
 
     Raises:
         InputError: an input does not exist, is no image, or is a folder without images; or the
             model takes grey images and one has colours.
     """
     paths: list[Path] = []
+    others: list[Path] = []
     for given in inputs:
         if not given.exists():
             raise InputError(f"{given} does not exist")
-        found = images_in(given) if given.is_dir() else [given]
+        if given.is_dir():
+            found, more = images_and_others(given)
+            others += more
+        elif is_image(given):
+            found = [given]
+        else:
+            raise InputError(
+                f"{given} is not an image by its name: training takes files that end in "
+                f"{', '.join(sorted(SUFFIXES))}, and so does predict: convert or rename it"
+            )
         refuse_unusable(found, channels, named=not given.is_dir())
         paths += found
-    return paths
+    return paths, others
 
 
 def prepared(path: Path, run: Trained) -> Tensor | str:
     """The image as bytes (channels, side, side), or why it cannot be decoded."""
     try:
         return run.prepared(decoded(path))
+    except PermissionError as error:
+        return f"{path} cannot be read ({error.strerror})"
     except Exception as error:  # Pillow's decoders raise many types
         return f"{path} cannot be decoded ({' '.join(str(error).split())})"
 
@@ -104,13 +117,15 @@ def predict(given: argparse.Namespace) -> int:
     if given.top_k < 1:
         raise InputError(f"--top-k must be at least 1, got {given.top_k}")
     run = read(given.run)
-    paths = listed(given.input, run.channels)
+    paths, others = listed(given.input, run.channels)
     set_determinism(**run.options(RunOptions, cpu_threads=usable_cores()).determinism)
     device = choose_device(given.device, Ranks())
     model, dtype = run.model(given.weights, device)
     seen, classes = run.preprocessing, run.classes
     prepare = DeviceBatches([], device, dtype, seen["mean"], seen["std"]).prepare
     say(f"{run.config['model']} of {run.folder}, {device_in_words(given.device, device)}")
+    if others:
+        say(left_out(others))
     widths = max(len(str(path)) for path in paths), max(5, *map(len, classes))
     if not given.json:
         print(f"{'file':<{widths[0]}}  {'class':<{widths[1]}}  probability  then")
@@ -148,14 +163,18 @@ def predict(given: argparse.Namespace) -> int:
 def main(arguments: Sequence[str]) -> int:
     """Run from a command line; returns the exit status."""
     parser = Parser("predict", __doc__)
-    parser.add_argument("run", type=Path, help="folder of a finished run")
-    parser.add_argument("input", type=Path, nargs="+", help="image files, and folders of them")
+    parser.add_argument("run", type=given_path, help="folder of a finished run")
+    parser.add_argument(
+        "input", type=given_path, nargs="+", help="image files, and folders of them"
+    )
     parser.add_argument(
         "--top-k", type=int, default=3, help="most likely classes to show; default %(default)s"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object per image")
     parser.add_argument(
-        "--weights", type=Path, help="another state_dict of the same model; default: RUN/model.pt"
+        "--weights",
+        type=given_path,
+        help="another state_dict of the same model; default: RUN/model.pt",
     )
     parser.add_argument(
         "--device",

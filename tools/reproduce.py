@@ -15,7 +15,6 @@ reproduce.json and a figure of both loss curves are in --output-dir.
 """
 
 import argparse
-import json
 import re
 import shlex
 import subprocess
@@ -34,8 +33,10 @@ from common.identity import decisive, differences
 from common.launch.process import end_with_parent
 from common.launch.start import LaunchOptions
 from common.machine import describe_machine
+from common.options import given_path
 from tools.command import Parser, attempt
 from tools.fresh import fresh_environment
+from tools.recorded import CONFIG, MANIFEST, METRICS, SUMMARY, checked, read_record
 
 
 @dataclass(frozen=True)
@@ -56,19 +57,22 @@ def read(folder: Path) -> Recorded:
     Raises:
         InputError: it is not a run's folder, or the run has not finished.
     """
+    for name in ("manifest.json", "config.json", "metrics.jsonl", "summary.json"):
+        if not (folder / name).is_file():
+            unfinished = ": the run has not finished" if name == "summary.json" else ""
+            raise InputError(f"{folder} holds no {name}{unfinished}")
+    manifest = read_record(folder / "manifest.json", MANIFEST)
+    config = read_record(folder / "config.json", CONFIG)
+    summary = read_record(folder / "summary.json", SUMMARY)
+    path, losses = folder / "metrics.jsonl", {}
     try:
-        manifest, config, summary = (
-            json.loads((folder / f"{name}.json").read_text())
-            for name in ("manifest", "config", "summary")
-        )
         lines = read_metrics(folder)
-    except FileNotFoundError as error:
-        missing = Path(error.filename).name
-        unfinished = ": the run has not finished" if missing == "summary.json" else ""
-        raise InputError(f"{folder} holds no {missing}{unfinished}") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder} cannot be read as a run's folder: {error}") from None
-    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} is damaged ({error}): restore it, or train again") from None
+    for number, line in enumerate(lines, 1):
+        content = checked(line, METRICS, f"{path} line {number}")
+        if "loss" in content:
+            losses[content["step"]] = content["loss"]
     return Recorded(folder, manifest, config, summary, losses)
 
 
@@ -82,7 +86,12 @@ def command_again(run: Recorded, launched: str, nproc: int | None, folder: Path)
         InputError: the command does not name its recipe (submitit's does not).
     """
     name, manifest = run.summary["recipe"], run.manifest
-    words = shlex.split(manifest["command"])
+    try:
+        words = shlex.split(manifest["command"])
+    except ValueError as error:
+        raise InputError(
+            f'{run.folder}/manifest.json: "command" is no command ({error}): restore the file'
+        ) from None
     is_recipe = re.compile(rf"{name}|(.*/)?recipes[./]{name}[./]train(\.py)?").fullmatch
     begin = next((place for place, word in enumerate(words, 1) if is_recipe(word)), None)
     if begin is None:
@@ -230,7 +239,10 @@ def reproduce(given: argparse.Namespace) -> int:
 
     one = read(given.run)
     if one.summary["recipe"] not in recipes():
-        raise InputError(f"no recipe {one.summary['recipe']!r} here")
+        raise InputError(
+            f"no recipe {one.summary['recipe']!r} here (recipe in {one.folder}/summary.json): "
+            "restore the recipe or the file"
+        )
     folder = result_folder(given.output_dir, "reproduce", "reproduce")
     if given.against:
         two = read(given.against)
@@ -267,10 +279,10 @@ def reproduce(given: argparse.Namespace) -> int:
 def main(arguments: Sequence[str]) -> int:
     """Run from a command line; returns the exit status."""
     parser = Parser("reproduce", __doc__)
-    parser.add_argument("run", type=Path, help="folder of a finished run")
+    parser.add_argument("run", type=given_path, help="folder of a finished run")
     parser.add_argument(
         "--against",
-        type=Path,
+        type=given_path,
         metavar="RUN2",
         help="a finished run to compare with, instead of training",
     )
@@ -282,5 +294,5 @@ def main(arguments: Sequence[str]) -> int:
         help="largest relative difference of a logged loss that counts as equal if the options "
         "are the same; default %(default)s",
     )
-    parser.add_argument("--output-dir", type=Path, help="default: runs/reproduce/UTC-TIME")
+    parser.add_argument("--output-dir", type=given_path, help="default: runs/reproduce/UTC-TIME")
     return attempt(lambda: reproduce(parser.parse_args(list(arguments))))

@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 
 from common.errors import InputError
+from common.options import given_path
 from recipes.fsdp.model import Transformer, TransformerOptions
 from recipes.fsdp.text import VOCABULARY, TextOptions
 from tools.command import Parser, attempt
-from tools.trained import load_all, options_of, read_config, refuse_unfinished
+from tools.recorded import SUMMARY, options_of, read_record
+from tools.trained import load_all, read_config, refuse_altered, refuse_unfinished
 
 
 def load(run: Path) -> tuple[Transformer, int]:
@@ -24,14 +26,14 @@ def load(run: Path) -> tuple[Transformer, int]:
         InputError: no finished run of fsdp, or a damaged one.
     """
     config = read_config(run)
-    if config.get("recipe") != "fsdp":
-        raise InputError(
-            f"{run} is a run of {config.get('recipe')}: only models of fsdp write text"
-        )
+    if config["recipe"] != "fsdp":
+        raise InputError(f"{run} is a run of {config['recipe']}: only models of fsdp write text")
     refuse_unfinished(run)
-    model = Transformer(options_of(config, TransformerOptions), VOCABULARY)
-    load_all(model, run / "model.pt", "the transformer", run)
-    return model.eval(), options_of(config, TextOptions).context
+    weights, text = run / "model.pt", options_of(run, config, TextOptions)
+    model = Transformer(options_of(run, config, TransformerOptions), VOCABULARY)
+    refuse_altered(weights, run, read_record(run / "summary.json", SUMMARY))
+    load_all(model, weights, "the transformer", f"{run}/config.json")
+    return model.eval(), text.context
 
 
 @torch.no_grad()
@@ -55,7 +57,7 @@ def sample(arguments: Sequence[str]) -> None:
         InputError: something on the command line is wrong.
     """
     parser = Parser("sample", __doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    parser.add_argument("run", type=given_path, metavar="RUN", help="folder of the run")
     parser.add_argument("--prompt", default="The ", help="beginning of the text (default 'The ')")
     parser.add_argument(
         "--length", type=int, default=400, help="bytes after the prompt [bytes] (default 400)"

@@ -1,8 +1,7 @@
 """A finished run's model, as the run's folder describes it (`predict`, `evaluate`, `sample`)."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -12,20 +11,24 @@ from torch import Tensor, nn
 from torchvision.transforms.v2 import functional
 
 from common.errors import InputError
+from common.files import weights_sha256
+from common.run.options import RunOptions
 from common.seeds import mixed_precision
-from common.training.models import ModelOptions, build_model, load_matching
+from common.training.models import ModelOptions, build_model, load_matching, read_weights
+from tools.recorded import CONFIG, DATA_OF_MANIFEST, PREPROCESSING, SUMMARY, options_of, read_record
 
 G = TypeVar("G")
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished run on images."""
+    """A finished run."""
 
     folder: Path
     config: dict[str, Any]
     """The run's options, resolved."""
     preprocessing: dict[str, Any]
+    """Of images; empty for a recipe with own data or an own model."""
     summary: dict[str, Any]
     fingerprint: str
     """Of the data that it trained on."""
@@ -49,7 +52,7 @@ class Trained:
 
     def options(self, group: type[G], **other: Any) -> G:
         """An option group as the run had it, with `other` values."""
-        return options_of(self.config, group, **other)
+        return options_of(self.folder, self.config, group, **other)
 
     def model(self, weights: Path | None, device: torch.device) -> tuple[nn.Module, torch.dtype]:
         """The model in eval mode, and the dtype of its images.
@@ -59,33 +62,52 @@ class Trained:
             device: where the model goes.
 
         Raises:
-            InputError: the file does not fit the model.
+            InputError: the file does not fit the model, or is not what the run wrote.
         """
-        options, side = self.options(ModelOptions), self.preprocessing["crop"]
+        # The run began with other weights, maybe; their file may be gone.
+        options, side = self.options(ModelOptions, weights=None), self.preprocessing["crop"]
+        dtype, _, _ = mixed_precision(self.options(RunOptions).precision, device)
         model = build_model(options, self.channels, len(self.classes), side)
-        load_all(model, weights or self.folder / "model.pt", options.model, self.folder)
+        model.to(dtype)  # before the weights, which may be of fp64
+        file = weights or self.folder / "model.pt"
+        refuse_altered(file, self.folder, self.summary)
+        sizes = "(and channels and classes in preprocessing.json)"
+        load_all(model, file, options.model, f"{self.folder}/config.json {sizes}")
         if options.channels_last:  # it decides the last bits
             model.to(memory_format=torch.channels_last)
-        dtype, _, _ = mixed_precision(self.config["precision"], device)
-        return model.to(device, dtype).eval(), dtype
+        return model.to(device).eval(), dtype
 
 
-def read(folder: Path) -> Trained:
-    """Read the folder of a finished run on images.
+def read(folder: Path, *, own: bool = False) -> Trained:
+    """Read the folder of a finished run on images, or of a recipe with `own` data or model.
 
     Raises:
         InputError: it is no such folder; says which file is missing or damaged.
     """
     config = read_config(folder)
-    if config.get("model") not in get_args(get_type_hints(ModelOptions)["model"]):
+    if not own and config.get("model") not in get_args(get_type_hints(ModelOptions)["model"]):
         raise InputError(
-            f"{folder} holds no image classifier that can be rebuilt: give a run of ddp_launch, "
-            "ddp_spawn, dp_resnet50, or model_parallel_toy --model resnet50"
+            f"{folder} holds no image classifier that can be rebuilt (config.json has model "
+            f"{config.get('model')}): give a run of ddp_launch, ddp_spawn, dp_resnet50, or "
+            "model_parallel_toy --model resnet50; evaluate also takes recipes with an own_model "
+            "(docs/bring-your-own.md)"
         )
     refuse_unfinished(folder)
-    names = ("preprocessing", "summary", "manifest")
-    preprocessing, summary, manifest = (_read(folder / f"{name}.json") for name in names)
-    return Trained(folder, config, preprocessing, summary, manifest["data_fingerprint"])
+    manifest = read_record(folder / "manifest.json", DATA_OF_MANIFEST)
+    if config.get("seed") != manifest["seed"]:  # it splits the data
+        raise InputError(
+            f'{folder}/config.json: "seed" is {config.get("seed")}, but {manifest["seed"]} in '
+            "manifest.json: restore the file, or train again"
+        )
+    seen = {} if own else read_record(folder / "preprocessing.json", PREPROCESSING)
+    names = folder / "class_indices.json"
+    if seen and names.exists() and [*read_record(names, {}).values()] != seen["classes"]:
+        raise InputError(
+            f'{folder}/preprocessing.json: "classes" differ from {names}: restore the file, or '
+            "train again"
+        )
+    summary = read_record(folder / "summary.json", SUMMARY)
+    return Trained(folder, config, seen, summary, manifest["data_fingerprint"])
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -96,7 +118,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder} is not the folder of a run: it holds no config.json")
-    return _read(folder / "config.json")
+    return read_record(folder / "config.json", CONFIG)
 
 
 def refuse_unfinished(folder: Path) -> None:
@@ -108,14 +130,34 @@ def refuse_unfinished(folder: Path) -> None:
         )
 
 
-def options_of(config: dict[str, Any], group: type[G], **other: Any) -> G:
-    """An option group with the values in `config`, and `other` values."""
-    names = [option.name for option in fields(group)]  # type: ignore[arg-type]
-    return group(**{name: config[name] for name in names if name in config} | other)
+def refuse_altered(weights: Path, folder: Path, summary: dict[str, Any]) -> None:
+    """Raise InputError if `weights` is the run's own model.pt or best.pt, but not as it wrote it.
+
+    Args:
+        weights: the file.
+        folder: of the run.
+        summary: of the run.
+    """
+    again = f"run its command again with --output-dir {folder}, which writes the file again"
+    for name, of in (("model.pt", summary), ("best.pt", summary.get("best"))):
+        path = folder / name
+        if not of or weights.resolve() != path.resolve():
+            continue
+        if not path.exists():
+            raise InputError(f"{path} is missing: restore it, or {again}")
+        try:
+            found = weights_sha256(read_weights(path))
+        except (InputError, RuntimeError):  # no file of weights; a tensor without bytes
+            found = ""
+        if found != of["weights_sha256"]:
+            raise InputError(
+                f"{path} is not what the run wrote (weights_sha256 in summary.json): restore it, "
+                f"or move it away and {again}"
+            )
 
 
-def load_all(model: nn.Module, weights: Path, name: str, folder: Path) -> None:
-    """Load every entry of a model, by `name` in the run's folder.
+def load_all(model: nn.Module, weights: Path, name: str, said_by: str) -> None:
+    """Load every entry of the model `name`, whose sizes are `said_by` a file.
 
     Raises:
         InputError: the file does not fit the model.
@@ -123,20 +165,10 @@ def load_all(model: nn.Module, weights: Path, name: str, folder: Path) -> None:
     _, left_out = load_matching(model, weights)
     if left_out:
         raise InputError(
-            f"{weights} does not fit {name} as in {folder}/config.json: {len(left_out)} entries "
-            f"differ, the first is {left_out[0]}. A recipe with a model of its own needs its own "
-            "script"
+            f"{weights} does not fit {name} as in {said_by}: {len(left_out)} entries differ, the "
+            f"first is {left_out[0]}. A recipe with a model of its own needs an own_model "
+            "(docs/bring-your-own.md)"
         )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path} is missing: train again with this version") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} is damaged ({error}): restore it, or train again") from None
-    return content
 
 
 def refuse_unusable(paths: Sequence[Path], channels: int, *, named: bool = False) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 
 class DeviceBatches:
@@ -21,7 +21,8 @@ class DeviceBatches:
             stream while the current one is used.
         dtype: of floating-point numbers for the model; integers stay as they are.
         mean, std: mean and standard deviation of each channel in the training images; 0 to 1. With
-            them, bytes (uint8) are images (..., channels, height, width).
+            them, the first tensor of a batch, if it is of bytes (uint8), holds images (...,
+            channels, height, width). Other bytes, such as masks, stay as they are.
     """
 
     def __init__(
@@ -45,11 +46,16 @@ class DeviceBatches:
 
     def prepare(self, batch: Any) -> Any:
         """A batch, or a part of it, or one sample, as the model sees it."""
-        return tree_map_only(Tensor, self._prepare, batch)
+        parts, structure = tree_flatten(batch)
+        images = next((part for part in parts if isinstance(part, Tensor)), None)
+        for place, part in enumerate(parts):
+            if isinstance(part, Tensor):
+                parts[place] = self._prepare(part, images=part is images)
+        return tree_unflatten(parts, structure)
 
-    def _prepare(self, tensor: Tensor) -> Tensor:
+    def _prepare(self, tensor: Tensor, *, images: bool) -> Tensor:
         tensor = tensor.to(self.device, non_blocking=True)
-        if tensor.dtype == torch.uint8 and len(self.scale):
+        if images and tensor.dtype == torch.uint8 and len(self.scale):
             tensor = tensor.float().mul_(self.scale).sub_(self.shift)
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 

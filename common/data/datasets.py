@@ -18,6 +18,7 @@ from common.data import image_folder
 from common.data.stream import Key, Samples
 from common.downloads import download_flower_photos, downloading
 from common.errors import InputError
+from common.files import files_below, refuse_closed
 from common.group.collectives import agreed
 from common.launch.ranks import Ranks
 from common.options import free, refuse_below
@@ -25,11 +26,12 @@ from common.seeds import mix
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
-_TORCHVISION: dict[str, tuple[str, int, Sequence[float], Sequence[float]]] = {
-    "fashion_mnist": ("FashionMNIST", 28, (0.286,), (0.353,)),
-    "cifar10": ("CIFAR10", 32, IMAGENET_MEAN, IMAGENET_STD),
+_TORCHVISION: dict[str, tuple[str, str, int, Sequence[float], Sequence[float]]] = {
+    "fashion_mnist": ("FashionMNIST", "FashionMNIST", 28, (0.286,), (0.353,)),
+    "cifar10": ("CIFAR10", "cifar-10-batches-py", 32, IMAGENET_MEAN, IMAGENET_STD),
 }
-"""torchvision's class, the side of an image [px], mean and standard deviation of its channels."""
+"""torchvision's class, its folder in --data-path, the side of an image [px], mean and standard
+deviation of its channels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +121,14 @@ def load_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
         ranks: share the work of verifying an image folder.
 
     Raises:
-        InputError: no such folder, no classes, an empty class, or files that are no images.
+        InputError: no such folder, no classes, an empty class, files that are no images, or that
+            this user may not read.
     """
     if options.data == "imagefolder":
         return image_folder_data(options, seed, ranks)
+    if options.data in _TORCHVISION:
+        with agreed():
+            _refuse_closed_files(options)
     with agreed():
         if ranks.is_main and options.download and options.data in _TORCHVISION:
             with downloading(options.data, options.data_path):
@@ -223,7 +229,7 @@ def torchvision_data(options: DataOptions, seed: int) -> Data:
     """fashion_mnist or cifar10, from the files that torchvision downloads."""
     from torchvision.transforms import v2
 
-    _, side, mean, std = _TORCHVISION[options.data]
+    _, _, side, mean, std = _TORCHVISION[options.data]
     side = options.image_size or side
     plain = v2.Compose([v2.PILToTensor(), v2.Resize((side, side))])
     crop = v2.RandomCrop(side, padding=side // 8)
@@ -241,6 +247,15 @@ def torchvision_data(options: DataOptions, seed: int) -> Data:
     train, val = (Samples(part, range(len(part)), seed) for part in (train, val))
     names, size = train.source.classes, [side, side]
     return Data(train, val, digest.hexdigest(), names, len(mean), side, mean, std, size)
+
+
+def _refuse_closed_files(options: DataOptions) -> None:
+    """torchvision would say that files which this user may not read are not there."""
+    assert options.data_path is not None
+    refuse_closed("--data-path", options.data_path)
+    folder = options.data_path / _TORCHVISION[options.data][1]
+    if folder.is_dir():
+        refuse_closed("--data-path", *files_below("--data-path", folder))
 
 
 def _torchvision_part(options: DataOptions, **more: Any) -> Any:

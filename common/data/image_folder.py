@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -65,6 +66,10 @@ def list_images(
         raise InputError(
             f"{folders[-1]} has classes that train has not: {', '.join(sorted(unknown))}"
         )
+    if missing := set(names) - set(class_names(folders[-1])):
+        raise InputError(
+            f"{folders[-1]} has no folder for {', '.join(sorted(missing))}: add it, with images"
+        )
     files, *val = (_list_classes(folder, names) for folder in folders)
     if not val:
         return names, files, *_split_by_class(files, seed)
@@ -83,19 +88,45 @@ def _is_data(path: Path, folder: Path) -> bool:
 
 
 def _list_classes(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
-    return [(path, label) for label, name in enumerate(names) for path in images_in(folder / name)]
+    found = [images_and_others(folder / name) for name in names]
+    if others := [path for _, more in found for path in more]:
+        log.info(left_out(others))
+    if loose := [p for p in folder.iterdir() if is_image(p) and _is_data(p, folder)]:
+        log.warning(f"{len(loose)} images in {folder} are left out: they are in no class's folder")
+    return [(path, label) for label, (images, _) in enumerate(found) for path in images]
 
 
-def images_in(folder: Path) -> list[Path]:
-    """The image files at any depth of a folder, sorted.
+def images_and_others(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The image files at any depth of a folder, and the other files; both sorted, none hidden.
+
+    A file's name decides. A damaged image is then named by who decodes it, and not left out.
 
     Raises:
-        InputError: there are none.
+        InputError: there are no images, or one is a link to a file that does not exist.
     """
-    found = [path for path in files_below("--data-path", folder) if path.suffix.lower() in SUFFIXES]
-    if not (images := sorted(p for p in found if _is_data(p, folder) and p.is_file())):
+    files = sorted(p for p in files_below("--data-path", folder) if _is_data(p, folder))
+    images = [path for path in files if is_image(path)]
+    for path in images:
+        if not path.exists():
+            raise InputError(
+                f"{path} is a link to {path.readlink()}, which does not exist: get the file (git "
+                "annex get, dvc pull), or remove the link"
+            )
+    if not images:
         raise InputError(f"{folder} has no images ({', '.join(sorted(SUFFIXES))})")
-    return images
+    return images, sorted({*files} - {*images})
+
+
+def left_out(files: Sequence[Path]) -> str:
+    """The message that files of a folder are left out, with how their names end."""
+    counts = Counter(path.suffix.lower() or "no ending" for path in files)
+    endings = ", ".join(f"{ending} {count}" for ending, count in counts.most_common(8))
+    return f"files left out, not images by their names: {len(files)} ({endings})"
+
+
+def is_image(path: Path) -> bool:
+    """Whether a file is an image by its name."""
+    return path.suffix.lower() in SUFFIXES
 
 
 def _split_by_class(files: list[tuple[Path, int]], seed: int) -> tuple[list[int], list[int]]:
@@ -173,7 +204,8 @@ def verify(paths: list[Path], *, show_progress: bool) -> None:
     """Decode every image once, on all cores.
 
     Raises:
-        InputError: names the first image that cannot be decoded, and counts the others.
+        InputError: names the first image that cannot be decoded, and counts the others; or the
+            first one that this user may not read.
     """
     with ThreadPoolExecutor() as pool:
         found = tqdm(
@@ -199,6 +231,9 @@ def _image_fault(path: Path) -> str | None:
             # A JPEG is then decoded at this size, which is faster and still reads the whole file.
             image.draft("RGB", (max(1, image.width // 8), max(1, image.height // 8)))
             image.load()
+    except PermissionError:
+        refuse_closed("--data-path", path)
+        raise
     except Exception as error:  # Pillow's decoders raise many types
         return f"{path} cannot be decoded as an image ({error})"
     return None

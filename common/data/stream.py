@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from common.data.broken import make_batch, read_sample
 from common.errors import STOP_SIGNALS, InputError, multiples_near
 from common.seeds import mix, rng_state, seed_cpu, set_rng_state
 
@@ -55,16 +56,21 @@ class Samples(Dataset[Any]):
         return tree_map_only(Tensor, lambda tensor: tensor[0], self.__getitems__([key]))
 
     def __getitems__(self, keys: Sequence[Key]) -> Any:
-        """A batch of samples of one epoch. A DataLoader calls this method if a data set has it."""
+        """A batch of samples of one epoch. A DataLoader calls this method if a data set has it.
+
+        Raises:
+            TrainingError: a sample cannot be read, or fits no batch; it is named.
+        """
         # If no process loads, the model's dropout draws from the same generators.
         before, samples = rng_state(), []
+        indices = [self.indices[index] for _, index in keys]
         try:
-            for (_, index), seed in zip(keys, self.seeds_of(keys).tolist(), strict=True):
+            for index, seed in zip(indices, self.seeds_of(keys).tolist(), strict=True):
                 seed_cpu(seed)
-                samples.append(self.source[self.indices[index]])
+                samples.append(read_sample(self.source, index))
         finally:
             set_rng_state(before)
-        return self.collate(samples)
+        return make_batch(self.collate, samples, indices, self.source)
 
     def seeds_of(self, keys: Sequence[Key]) -> NDArray[np.uint64]:
         """A seed for each key of one epoch; the seeds of a whole epoch are drawn at once."""
@@ -92,15 +98,21 @@ class GlobalBatches:
     def __init__(
         self, samples: int, global_batch_size: int, seed: int, rank: int, world_size: int
     ) -> None:
-        if global_batch_size % world_size:
+        most = samples - samples % world_size  # the largest batch that can work
+        if not most:
             raise InputError(
-                f"--global-batch-size {global_batch_size} cannot be divided by {world_size} "
-                f"processes: give {multiples_near(global_batch_size, world_size)}"
+                f"{samples} samples of training data are too few for {world_size} processes: each "
+                "needs one sample per step: start fewer processes"
             )
         if global_batch_size > samples:
             raise InputError(
                 f"--global-batch-size {global_batch_size} is more than the {samples} samples of "
-                f"the training data: give --global-batch-size {samples} or less"
+                f"the training data: give --global-batch-size {most} or less"
+            )
+        if global_batch_size % world_size:
+            raise InputError(
+                f"--global-batch-size {global_batch_size} cannot be divided by {world_size} "
+                f"processes: give {multiples_near(global_batch_size, world_size, most)}"
             )
         self.samples, self.global_batch_size, self.seed = samples, global_batch_size, seed
         self.rank, self.batch_size_per_rank = rank, global_batch_size // world_size
@@ -157,7 +169,7 @@ def make_loader(
     pin_memory: bool = False,
 ) -> DataLoader[Any]:
     """A DataLoader over `batches`, lists of keys of `samples`; for the options see below."""
-    return DataLoader(
+    return Loader(
         samples,
         batch_sampler=batches,
         collate_fn=lambda batch: batch,  # Samples has made it
@@ -166,8 +178,19 @@ def make_loader(
     )
 
 
+class Loader(DataLoader[Any]):
+    """A DataLoader that is silent about more loading processes than CPU cores.
+
+    `choose_num_workers` says it in one line, and tune_loader tries such numbers on purpose. torch
+    would say it for each DataLoader and each of its iterators, on every rank.
+    """
+
+    def check_worker_number_rationality(self) -> None:
+        """Say nothing."""
+
+
 def loader_options(num_workers: int, pin_memory: bool) -> dict[str, Any]:
-    """What every DataLoader needs here: it must not disturb training's random numbers or its end.
+    """What every Loader needs here: it must not disturb training's random numbers or its end.
 
     Args:
         num_workers: loading processes; 0 loads in the training process.

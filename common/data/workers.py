@@ -76,6 +76,11 @@ def choose_num_workers(
     if isinstance(asked, int):
         if asked > most:
             raise InputError(f"--num-workers {asked}: {why}; {SHARED_MEMORY_HINT}")
+        if asked > cores:
+            log.info(
+                f"--num-workers {asked} is more than the CPU cores per rank ({cores}): fewer may "
+                "load faster; --num-workers auto measures it"
+            )
         return asked
     wanted = cores if asked == "auto" else default_num_workers(cores, device)
     if most < wanted:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from common.errors import InputError, StopRequested
+from common.errors import Checked, InputError, StopRequested
 from common.group.collectives import gather
 from common.group.devices import choose_backend
 from common.group.interfaces import choose_interface
@@ -67,7 +67,11 @@ def process_group(
             uuid = str(torch.cuda.get_device_properties(device).uuid) if gpu else ""
             _refuse_unlike_devices(device.type, uuid, nccl="nccl" in name)
         yield
-    except (InputError, StopRequested) as error:  # on every rank: see agreed() and StopAgreement
+    except (
+        Checked,
+        InputError,
+        StopRequested,
+    ) as error:  # on every rank: see agreed(), StopAgreement, Loop.epochs
         if isinstance(error, InputError):
             error.agreed = True
         _leave()

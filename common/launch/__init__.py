@@ -1,7 +1,7 @@
 """Which rank is this process, who starts the ranks, and how do they end?
 
-Finds the ranks in any launcher's environment (`ranks`), starts ranks on this machine (`start`), is
-a rank (`process`), and reports failures as one `error:` line (`report`).
+Finds the ranks in any launcher's environment (`ranks`), starts ranks on this machine (`start`) if
+they fit (`capacity`), is a rank (`process`), and reports failures as one `error:` line (`report`).
 Importing this room imports no torch: a launcher starts at once, and bad usage is refused before
 torch is loaded.
 
@@ -13,6 +13,7 @@ Environment variables of the project, all of them:
     RECIPES_PARENT        that process's id: a rank ends when that process ends
     RECIPES_COMMAND       the command that the user typed
     RECIPES_LISTEN_FD     rank 0's socket, bound by the launcher
+    RECIPES_CHECK         folder for a run that ends before its first step (--check)
     RECIPES_STOP_MARK     file that a rank creates if it stops before it trains (slurm/)
     RECIPES_ROOT          the repository, for sbatch files copied elsewhere (slurm/job.sh)
     RECIPES_STACK         the image's CUDA stack

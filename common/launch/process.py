@@ -20,10 +20,13 @@ from common.errors import (
     STATUS_FINISHED,
     STATUS_STOPPED,
     STOP_SIGNALS,
+    Checked,
     StopRequested,
+    TrainingError,
 )
+from common.hints import with_hint
 from common.launch.ranks import Ranks
-from common.launch.report import report
+from common.launch.report import begin_work, end_work, report
 
 _LIBC = ctypes.CDLL(None)  # loaded now: in a forked child another thread may hold the loader's lock
 
@@ -70,6 +73,7 @@ def _leave(_number: int, _frame: object) -> None:
     if mark := os.environ.get("RECIPES_STOP_MARK"):
         with contextlib.suppress(OSError):
             Path(mark).touch()
+    end_work()
     os._exit(STATUS_STOPPED)
 
 
@@ -79,14 +83,22 @@ def run_rank(body: Callable[[], Any], ranks: Ranks) -> int:
     keep_freed_memory()
     os.register_at_fork(before=_remember_parent, after_in_child=_end_with_rank)
     stop_at_once()
+    begin_work()
     os.umask(os.umask(0o077) | stat.S_IWOTH)  # nobody outside the group may change the run
-    failure = None
+    failure: Exception | None = None
     try:
         body()
+        end_work()
+    except Checked:
+        end_work()
+        return STATUS_FINISHED
     except StopRequested:
+        end_work()
         return STATUS_STOPPED
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except SystemExit as error:  # called by a user's code, or by a library
+        failure = TrainingError(with_hint(f"ended too early (status {error.code})"))
     except Exception as error:  # the outermost frame of a rank: every failure becomes a status
         failure = error
     finally:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from common.errors import InputError
+from common.launch.nodes import expand_tasks_per_node, first_host
 
 # Slurm's step ids of batch and interactive shells, which are not tasks.
 _NO_TASK_STEPS = {"4294967290", "4294967291", "batch", "interactive", "extern"}
@@ -153,6 +154,17 @@ def _refuse_leftovers(env: Mapping[str, str], ranks: Ranks) -> None:
         )
 
 
+def _refuse_a_part(env: Mapping[str, str]) -> None:
+    """Raise InputError if RANK or WORLD_SIZE is set, and neither the other one nor a launcher."""
+    both = ("RANK", "WORLD_SIZE")
+    found, missing = ([name for name in both if (name in env) is there] for there in (True, False))
+    if missing and not _OF_A_LAUNCHER & set(env):
+        raise InputError(
+            f"{found[0]}={env[found[0]]} is set in the environment, {missing[0]} is not, and no "
+            f"launcher started this process: unset {found[0]}, or start the ranks with torchrun"
+        )
+
+
 def _number(env: Mapping[str, str], name: str, launcher: str) -> int:
     try:
         return int(env[name])
@@ -164,6 +176,7 @@ def _number(env: Mapping[str, str], name: str, launcher: str) -> int:
 
 def _from_torchrun(env: Mapping[str, str], local_rank_argument: int | None) -> Ranks:
     launcher = "recipes" if "RECIPES_ERRORS" in env else "torchrun"
+    _refuse_a_part(env)
     world_size = _number(env, "WORLD_SIZE", launcher)
     rank = _number(env, "RANK", launcher)
     local_rank = local_rank_argument
@@ -174,7 +187,8 @@ def _from_torchrun(env: Mapping[str, str], local_rank_argument: int | None) -> R
     if local_rank is None and world_size > 1:
         raise InputError(
             "RANK and WORLD_SIZE are set, but LOCAL_RANK is not, which chooses the device: "
-            "set it to this process's number on its host"
+            "set it to this process's number on its host; or unset RANK WORLD_SIZE, if they are "
+            "left from another run"
         )
     # Without LOCAL_WORLD_SIZE, assume that all ranks are on this host.
     local_size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in env else "WORLD_SIZE"
@@ -273,17 +287,3 @@ def _port(env: Mapping[str, str], launcher: str, world_size: int, number: int | 
     if world_size == 1:
         return 0
     raise InputError(f"{launcher} did not set MASTER_PORT: set it to a free port of rank 0's host")
-
-
-def expand_tasks_per_node(text: str) -> list[int]:
-    """Expand Slurm's `2(x3),1` to `[2, 2, 2, 1]`, tasks by node."""
-    counts: list[int] = []
-    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(tasks)] * int(times or 1)
-    return counts
-
-
-def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list, where rank 0 runs: `gpu[07-12,20],x` gives `gpu07`."""
-    first = re.split(r",(?![^\[]*\])", nodes)[0]  # at commas outside brackets
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)

@@ -21,6 +21,7 @@ from common.errors import (
     STATUS_STOPPED,
     InputError,
     PeerError,
+    SampleError,
     TrainingError,
 )
 from common.launch.ranks import Ranks
@@ -35,8 +36,7 @@ def say(text: str) -> None:
 
 def report(error: Exception, ranks: Ranks) -> int:
     """Show `error`, or leave it for the process that started this rank; return the exit status."""
-    from tqdm import tqdm
-
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)  # no bar without it
     for bar in list(getattr(tqdm, "_instances", ())):
         bar.close()  # else the error would begin behind the bar
     expected = isinstance(error, InputError | TrainingError)
@@ -45,7 +45,8 @@ def report(error: Exception, ranks: Ranks) -> int:
     timed_out = follows and hints.timed_out(error)
     found = verdict.verdict(verdict.folder) if timed_out and verdict.folder else None
     line = _error_line(error, ranks, f"{found.who} {found.says}".strip() if found else "")
-    trace = "" if expected else "".join(traceback.format_exception(error))
+    own = expected and not isinstance(error, SampleError)  # else it is in the user's code
+    trace = "" if own else "".join(traceback.format_exception(error))
     trace = found.stack if found and found.stack else trace
     elastic = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if elastic and follows:
@@ -136,9 +137,37 @@ def read_entries(errors: Path) -> list[dict[str, Any]]:
     return entries
 
 
+def begin_work() -> None:
+    """Tell the process that started this rank: from now on status 0 or 75 needs `end_work`."""
+    leave({"pid": os.getpid(), "works": True})
+
+
+def end_work() -> None:
+    """Tell that process that this rank is finished, or was asked to stop."""
+    leave({"pid": os.getpid(), "works": False})
+
+
+def still_works(pid: int, errors: Path) -> bool:
+    """Whether a rank that has ended called `begin_work` and not `end_work`: its code called exit.
+
+    Nothing is known of a rank that left nothing, because it could not, or ended before its work.
+    """
+    marks = [entry["works"] for entry in read_entries(errors) if entry.get("pid") == pid]
+    return bool(marks and marks[-1])
+
+
 def records_of(entries: list[dict[str, Any]]) -> Path | None:
     """The folder of the ranks' records (`common.watch`), once they have left it."""
     return next((Path(entry["watched"]) for entry in entries if "watched" in entry), None)
+
+
+def answered(errors: Path, ranks: Sequence[int], since_s: float) -> bool:
+    """Whether this host's ranks wrote down where they are after `since_s` (monotonic), or cannot.
+
+    Before they begin to train they do not listen yet.
+    """
+    logs = records_of(read_entries(errors))
+    return not logs or all(verdict.read(logs, r).get("asked_s", 0) >= since_s for r in ranks)
 
 
 def show_whereabouts(errors: Path, ranks: Sequence[int]) -> None:
@@ -157,11 +186,16 @@ def show_whereabouts(errors: Path, ranks: Sequence[int]) -> None:
 
 
 def show_cause(
-    failed: Sequence[tuple[int, int]], silent: dict[int, str], errors: Path, said: str = ""
+    failed: Sequence[tuple[int, int]],
+    silent: dict[int, str],
+    errors: Path,
+    said: str = "",
+    early: Sequence[int] = (),
 ) -> int:
     """Show the failure that caused the others; return the exit status of the run.
 
     A killed rank reports nothing, and its peers report that it is gone: the kill is the cause.
+    The same holds for a rank that called exit.
     NCCL aborts the peers of a rank that failed by itself: that rank's report is the cause.
     NCCL's watchdog aborts a rank that waited too long: the rank without its message is the cause.
 
@@ -170,15 +204,16 @@ def show_cause(
         silent: ranks that had to be killed because they did not end, and what each was doing.
         errors: file with the ranks' reports.
         said: what the ranks' libraries wrote to stderr.
+        early: ranks that ended with status 0 or 75 while they still worked.
     """
-    if all(status == STATUS_STOPPED for _, status in failed):
+    if all(status == STATUS_STOPPED for _, status in failed) and not early:
         return STATUS_STOPPED if failed else STATUS_FINISHED
     entries = read_entries(errors)
     reports = sorted((e for e in entries if "line" in e), key=lambda entry: entry["time"])
     own = next((entry for entry in reports if not entry["follows"]), None)
     reported = {entry["rank"] for entry in reports}
     waited = {int(rank) for rank in re.findall(rf"\[Rank (\d+)\].*{hints.WATCHDOG}", said)}
-    explained = -signal.SIGABRT if own or waited else None
+    explained = -signal.SIGABRT if own or waited or early else None
     killed = [(r, s) for r, s in failed if s < 0 and s != explained]
     aborted = {rank: "its own message is above" for rank, s in failed if s == explained}
     hung = {rank: state for rank, state in (aborted | silent).items() if rank not in waited}
@@ -192,6 +227,10 @@ def show_cause(
         name = signal.Signals(-status).name
         # On a new line, because a progress bar may be on this one.
         say(f"\nerror: {hints.with_hint(f'rank {rank} on {host} was killed by {name}')}")
+    elif early:
+        rank, status = early[0], dict(failed)[early[0]]
+        ended = f"rank {rank} on {host} ended too early (status {status})"
+        say(f"\nerror: {hints.with_hint(ended)}")
     elif own:
         say(f"{own['line']}\n{own['traceback']}")
         return int(own["status"])

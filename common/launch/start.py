@@ -16,17 +16,18 @@ from functools import cache
 from pathlib import Path
 
 from common import driver
-from common.errors import STATUS_STOPPED, STOP_SIGNALS, InputError
+from common.errors import STATUS_FINISHED, STATUS_STOPPED, STOP_SIGNALS, InputError
 from common.launch.port import listen
 from common.launch.process import command_line, python_path
-from common.launch.report import show_cause, show_whereabouts
+from common.launch.report import answered, say, show_cause, show_whereabouts, still_works
 from common.options import refuse_below
+from common.watch import verdict
 
 GRACE_S = 10.0
 """How long the other ranks may take to end by themselves after the first failure."""
 
 ANSWER_S = 2.5
-"""How long ranks may take to write down where they are, after SIGQUIT; they look each second."""
+"""How long ranks may take to write down where they are, after SIGQUIT. A hanging one may not."""
 
 _STATES = {
     "T": "stopped by a signal",
@@ -63,8 +64,9 @@ class LaunchOptions:
     compare_rounds: int = 3
     """Rounds of --compare [rounds]. Each round measures every alternative; the median counts."""
     check: bool = False
-    """Check the options without training: status 0, or status 2 and a line that says what is wrong.
-    Under torchrun, srun or mpirun the number of processes is not checked."""
+    """Do all but train: options, data, model, folder, snapshot. Status 0 and what the run would do,
+    or status 2 and what is wrong; nothing is kept. Under torchrun, srun or mpirun, and for several
+    hosts: the options only."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be started."""
@@ -204,13 +206,14 @@ def supervise(children: Sequence[Child]) -> int:
     errors, messages = _places()
     pending = {child.rank: child for child in children}
     failed: list[tuple[int, int]] = []
+    early: list[int] = []  # ranks that ended in the middle of their work, as if it were done
     silent: dict[int, str] = {}  # ranks that were killed below, and what each was doing
     said = ""  # by the ranks' libraries, most recently
-    deadline, answer_s = float("inf"), float("inf")
+    deadline, asked_s = float("inf"), 0.0
 
     def ask(_number: int, _frame: object) -> None:
-        nonlocal answer_s
-        answer_s = time.monotonic() + ANSWER_S
+        nonlocal asked_s
+        asked_s = asked_s or time.monotonic()
         for child in pending.values():
             child.kill(signal.SIGQUIT)
 
@@ -231,21 +234,26 @@ def supervise(children: Sequence[Child]) -> int:
                 if status is None:
                     continue
                 del pending[child.rank]
+                if status in (STATUS_FINISHED, STATUS_STOPPED) and still_works(child.pid, errors):
+                    early.append(child.rank)
                 if -status in forwarded:  # the rank did not handle signals yet: nothing to save
                     status = STATUS_STOPPED
-                if status != 0 and child.rank not in silent:
+                if (status != 0 or child.rank in early) and child.rank not in silent:
                     failed.append((child.rank, status))
                     deadline = min(deadline, time.monotonic() + GRACE_S)
             if time.monotonic() > deadline:
                 for child in pending.values():
                     silent.setdefault(child.rank, child.doing())
                     child.kill(signal.SIGKILL)
-            if time.monotonic() > answer_s:
-                answer_s = float("inf")
+            late = time.monotonic() > asked_s + ANSWER_S
+            if asked_s and pending and (late or answered(errors, [*pending], asked_s)):
+                asked_s = 0.0
                 show_whereabouts(errors, sorted(pending))
             said = (said + _pass_on(messages))[-(2**20) :]
             time.sleep(0.02)
-        return show_cause(failed, silent, errors, said)
+        if asked_s:
+            say(verdict.ENDED)
+        return show_cause(failed, silent, errors, said, early)
     except KeyboardInterrupt:  # the ranks got the signal too, and may have something to say
         deadline = time.monotonic() + 2
         while time.monotonic() < deadline and any(c.status() is None for c in pending.values()):

@@ -16,6 +16,8 @@ def announce(recipe: str, options: RunOptions, ranks: Ranks, device: torch.devic
         f"{recipe}: world_size {ranks.world_size} (launcher: {ranks.launcher}), "
         f"device {device_in_words(options.device, device)}, backend {backend}, {options.precision}"
     )
+    if options.tf32 and device.type == "cpu":
+        log.warning("--tf32 has no effect on a CPU")
     busy, cores = ranks.local_world_size * options.cpu_threads, usable_cores()
     if device.type == "cpu" and busy < cores:
         log.info(

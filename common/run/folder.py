@@ -1,6 +1,5 @@
 """The folder that a run leaves (README.md, "What a run leaves")."""
 
-import errno
 import hashlib
 import json
 import logging
@@ -14,37 +13,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common import log, restart
+from common import log
 from common.data.datasets import Data
-from common.errors import InputError, TrainingError
+from common.errors import InputError
 from common.files import (
-    fix,
-    lock,
     lost_file,
-    new_folder,
+    make_folder,
     not_writable,
     read_json,
     save_weights,
     weights_sha256,
+    write_bytes,
     write_json,
 )
 from common.git import changes
 from common.group.collectives import agreed, broadcast
-from common.identity import decisive, refuse_another_run, refuse_unlike_rank_0
+from common.identity import Options, decisive, refuse_another_run, refuse_unlike_rank_0
 from common.launch.ranks import Ranks
 from common.launch.report import leave
 from common.manifest import continued, describe_run
+from common.owner import mark, own
+from common.run.check import folder_of_check
+from common.run.claim import claim, refuse_unwritable
 from common.run.options import MAY_DIFFER_BY_HOST, RunOptions, flatten
 from common.snapshots.state import TrainingState
 from common.terminal import show_table
+from common.training.models import how_to_build
 from common.watch.record import Watch
-
-_FILES = {
-    *("config.json", "manifest.json", "metrics.jsonl", "summary.json", "class_indices.json"),
-    *("preprocessing.json", "held_out.json", "changes.diff"),
-    *("model.pt", "best.pt", "snapshots", "weights", "tensorboard", "logs"),
-}
-"""What a run writes into its folder, besides .lock."""
+from common.writing import RESUME, writing
 
 _IN_TENSORBOARD = {"val_accuracy": "accuracy", "lr": "learning_rate"}
 """Names in metrics.jsonl that are different in TensorBoard."""
@@ -68,21 +64,27 @@ class Run:
         self._values = {"recipe": recipe, **flatten(config)}
         given = {k: v for k, v in self._values.items() if k not in MAY_DIFFER_BY_HOST}
         refuse_unlike_rank_0(given, "not started like rank 0")
-        folder = self.options.output_dir
+        checked, folder = folder_of_check(), self.options.output_dir
+        self._lock: IO[str] | None = None
         with agreed():
             if ranks.is_main:
-                restarted = restart.reached().folder
-                folder = folder or Path(restarted or new_folder(Path("runs") / recipe))
-                self._lock = _own(folder)
-                restart.record(folder)
+                if checked and folder:
+                    refuse_unwritable(folder)
+                folder, self._lock = claim(checked or folder, recipe)
         self.folder: Path = broadcast(folder)
+        self.before = (checked and self.options.output_dir) or self.folder
         self.snapshots = self.folder / "snapshots"
         self.logs = self.folder / "logs"
-        own = self.logs / f"rank_{ranks.rank}.log"
         with agreed():
+            if not ranks.is_main:
+                make_folder(self.folder)  # it is missing if hosts share no file system
             try:
-                own.parent.mkdir(parents=True, exist_ok=True)
-                file = logging.FileHandler(own, encoding="utf-8", errors="backslashreplace")
+                self._here = own(self.folder, self._lock)
+                logs = self._here / "logs"
+                logs.mkdir(exist_ok=True)
+                file = logging.FileHandler(
+                    logs / f"rank_{ranks.rank}.log", encoding="utf-8", errors="backslashreplace"
+                )
             except OSError as error:
                 raise InputError(not_writable(self.folder, error)) from error
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -107,11 +109,11 @@ class Run:
     def refuse_another_run(self) -> None:
         """Raise InputError on every rank if the folder holds a run with other options."""
         with agreed():
-            held = self.folder / "config.json"
+            held = self.before / "config.json"
             if self.ranks.is_main and held.is_file():
                 theirs = decisive(read_json(held), self.config)
                 ours = decisive(self._values, self.config)
-                refuse_another_run(theirs, ours, f"folder {self.folder}", self._to_train_further())
+                refuse_another_run(theirs, ours, f"folder {self.before}", self._to_train_further())
 
     def finished(self, last_step: int, data: Data, *, can_resume: bool) -> bool:
         """Whether nothing is left to do up to `last_step`; if so, show the run's summary.
@@ -124,13 +126,13 @@ class Run:
         """
         summary: dict[str, Any] = {}
         with agreed():
-            if self.ranks.is_main and (self.folder / "summary.json").exists():
-                summary = read_json(self.folder / "summary.json", "steps")
+            if self.ranks.is_main and (self.before / "summary.json").exists():
+                summary = read_json(self.before / "summary.json", "steps")
                 more = summary["steps"] < last_step
-                records = ("config.json", "manifest.json", *_records(data))
-                lost = "" if more else lost_file(self.folder, summary, records)
+                records = ("config.json", "manifest.json", *_records(data, self._values))
+                lost = "" if more else lost_file(self.before, summary, records)
                 missing = f"{lost} is gone or damaged" if lost else "its snapshots are gone"
-                what = f"the run in {self.folder} has ended, but {missing}"
+                what = f"the run in {self.before} has ended, but {missing}"
                 if lost and can_resume:
                     log.warning(f"{what}: it is written again")
                 elif (more or lost) and not can_resume:
@@ -139,40 +141,45 @@ class Run:
                     summary = {}
         summary = broadcast(summary)
         if summary:
-            done = f"already finished after step {summary['steps']}: {self.folder} is unchanged"
+            done = f"already finished after step {summary['steps']}: {self.before} is unchanged"
+            if folder_of_check() and self.ranks.is_main:
+                print(f"ok: {done}", flush=True)
             log.info(done + self._to_train_further())
-            show_table({**summary, "output_dir": str(self.folder)})
+            self._show(summary)
         return bool(summary)
 
     def _to_train_further(self) -> str:
-        model = self.folder / "model.pt"
+        model = self.before / "model.pt"
         how = f"; to train its model further, give --weights {model} and another --output-dir"
         return how if "weights" in self._values and model.exists() else ""
 
     def begin(self, state: TrainingState, data: Data, global_batch_size: int) -> None:
         """Write config and manifest, and open the metrics, cut at the resumed step."""
         about = {"device": str(self.devices[0]), "world_size": self.ranks.world_size}
-        Watch(self.logs, self.ranks.rank, about, self.options.timeout_s, lambda: state.step)
+        with writing(self.logs):
+            Watch(self.logs, self.ranks.rank, about, self.options.timeout_s, lambda: state.step)
         if self.ranks.local_rank == 0:
             leave({"watched": str(self.logs.absolute())})
         manifest = describe_run(self.devices, self.options.seed, data.fingerprint)
         with agreed():
             if self.ranks.is_main:
                 self._write_record(manifest, state.step, global_batch_size)
-                for name, content in _records(data).items():
+                for name, content in _records(data, self._values).items():
                     write_json(self.folder / name, content)
-                self._metrics = (self.folder / "metrics.jsonl").open("ab+")
-                self._metrics.truncate(state.metrics_bytes)
-                self._metrics.seek(0)
-                self._metrics_hash.update(self._metrics.read())
+                with writing(self.folder / "metrics.jsonl"):
+                    self._metrics = (self._here / "metrics.jsonl").open("ab+")
+                    self._metrics.truncate(state.metrics_bytes)
+                    self._metrics.seek(0)
+                    self._metrics_hash.update(self._metrics.read())
+                mark("metrics.jsonl", os.fstat(self._metrics.fileno()))
                 from torch.utils.tensorboard import SummaryWriter
 
-                try:
+                try:  # it opens its file again for every write
                     self._tensorboard = SummaryWriter(
-                        str(self.folder / "tensorboard"), purge_step=state.step + 1
+                        str(self._here / "tensorboard"), purge_step=state.step + 1
                     )
-                except UnicodeError as error:
-                    log.warning(f"no curves: TensorBoard cannot write into such a folder ({error})")
+                except OSError as error:
+                    log.warning(f"no curves for TensorBoard: {error.strerror}")
 
     def _write_record(self, manifest: dict[str, Any], step: int, global_batch_size: int) -> None:
         resolved = {
@@ -192,23 +199,19 @@ class Run:
         write_json(record, continued(manifest, then, step))
         diff, kept = changes() if manifest["changed_files"] else b"", self.folder / "changes.diff"
         if step and kept.exists() and kept.read_bytes() != diff:
-            kept.rename(self.folder / f"changes_until_step_{step}.diff")
+            write_bytes(self.folder / f"changes_until_step_{step}.diff", kept.read_bytes())
+            kept.unlink()
         if diff:
-            kept.write_bytes(diff)
+            write_bytes(kept, diff)
 
     def metrics(self, step: int, epoch: int, **values: float) -> None:
         """Add a line to metrics.jsonl and the scalars to TensorBoard, on rank 0."""
         if not self.ranks.is_main:
             return
         line = json.dumps({"step": step, "epoch": epoch, **values}, allow_nan=False) + "\n"
-        try:
+        with writing(self.folder / "metrics.jsonl", then=RESUME):
             self._metrics.write(line.encode())
             self._metrics.flush()
-        except OSError as error:
-            raise TrainingError(
-                f"cannot write {self._metrics.name} ({error.strerror}): {fix(error)}, then "
-                "run the same command to resume from the last snapshot"
-            ) from error
         self._metrics_hash.update(line.encode())
         self.curves(step, **values)
 
@@ -225,7 +228,8 @@ class Run:
         """Length and SHA-256 of metrics.jsonl, which is now on the disk; 0 on other ranks."""
         if not self.ranks.is_main:
             return 0, ""
-        os.fsync(self._metrics.fileno())
+        with writing(self.folder / "metrics.jsonl", then=RESUME):
+            os.fsync(self._metrics.fileno())
         return self._metrics.tell(), self._metrics_hash.hexdigest()
 
     def finish(self, state_dict: dict[str, Tensor], **summary: Any) -> None:
@@ -247,38 +251,22 @@ class Run:
             if self._tensorboard:
                 self._tensorboard.close()
         self._metrics.close()
-        self._lock.close()
-        show_table({**content, "output_dir": str(self.folder)})
+        if self._lock:
+            self._lock.close()
+        self._show(content)
+
+    def _show(self, summary: dict[str, Any]) -> None:
+        model = f"{self.folder / 'model.pt'} (how to use it: docs/use.md)"
+        show_table({**summary, "output_dir": str(self.folder), "model": model})
 
 
-def _records(data: Data) -> dict[str, Any]:
-    """Names and contents of the files that describe the data."""
+def _records(data: Data, options: Options) -> dict[str, Any]:
+    """Names and contents of the files that describe the data, and the model for it."""
+    model = how_to_build(options, data.side)
+    seen = {**data.preprocessing, **({"model": model} if model else {})}
     found = {
         "class_indices.json": dict(enumerate(data.class_names)),
-        "preprocessing.json": data.preprocessing if data.resize else None,
+        "preprocessing.json": seen if data.resize else None,
         "held_out.json": list(data.held_out),
     }
     return {name: content for name, content in found.items() if content}
-
-
-def _own(folder: Path) -> IO[str]:
-    """Make and lock the folder of a run.
-
-    Raises:
-        InputError: the folder cannot be written, belongs to a run that is still going, or holds
-            files that look like a run's and are not.
-    """
-    try:
-        if len(os.fsencode(folder.absolute())) > 3800:  # of 4,096 with the names of the files
-            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
-        folder.mkdir(parents=True, exist_ok=True)
-        held, config = {path.name for path in folder.iterdir()}, folder / "config.json"
-        ours = ".lock" in held or (config.is_file() and "recipe" in read_json(config))
-        if not ours and (foreign := sorted(held & _FILES)):
-            raise InputError(
-                f"{folder} holds {', '.join(foreign)}, but neither config.json nor .lock of a run: "
-                "choose another --output-dir"
-            )
-        return lock(folder)
-    except OSError as error:
-        raise InputError(not_writable(folder, error)) from error

@@ -22,6 +22,7 @@ from common.group.collectives import gather_numbers
 from common.group.stop import StopAgreement
 from common.launch.report import say
 from common.replicas import unlike_replicas
+from common.run.check import end_check, folder_of_check
 from common.run.folder import Run
 from common.seeds import seed_everything
 from common.snapshots import files as snapshot_files
@@ -29,9 +30,10 @@ from common.snapshots import state as snapshot
 from common.snapshots.state import Stateful, TrainingState
 from common.terminal import progress_bar
 from common.throughput import Throughput, peak_memory_bytes
-from common.training.evaluate import Evaluation, best_metric
+from common.training.evaluate import Evaluation, best_metric, explosion, warn_of_unknown_metric
+from common.training.losses import check_losses
 from common.training.optimizer import ScheduleOptions
-from common.watch.stragglers import ComputeTime
+from common.watch.stragglers import PARTS, ComputeTime
 
 
 class Loop:
@@ -57,11 +59,13 @@ class Loop:
         check_replicas: int = 0,
     ) -> None:
         self.run, self.options, self.batches, self.data = run, options, batches, data
+        run.resolve(lr=float(options.lr))  # a snapshot holds plain numbers
         if data.resize:
             run.resolve(image_size=data.side)
         loss_sum = torch.zeros((), dtype=torch.float64, device=run.devices[0])
         self.state = TrainingState(parts, loss_sum, mesh)
         self.compute = ComputeTime(run.devices[0])
+        self._metrics: dict[str, float] = {}
         total_steps = options.epochs * batches.steps_per_epoch
         self.last_step = min(options.max_steps or total_steps, total_steps)
         short = run.options.log_every > self.last_step  # ten points make a curve
@@ -70,6 +74,7 @@ class Loop:
         self._check_every = check_replicas
         if check_replicas and run.ranks.world_size == 1:
             log.warning("--check-replicas has nothing to compare: there is one rank")
+        warn_of_unknown_metric(run.options.best_by, len(data.class_names))
 
     def resume(self) -> bool:
         """Load the newest snapshot if there is one, and open the run's files.
@@ -82,7 +87,7 @@ class Loop:
         where = run.options.resume
         if where == "never" and restart.reached().step:  # the run began, as it should
             where = "auto"
-        found = snapshot_files.find(where, run.snapshots, self._identity)
+        found = snapshot_files.find(where, run.before / "snapshots", self._identity)
         if run.finished(self.last_step, self.data, can_resume=found is not None):
             return False
         seed_everything(seed, run.ranks.rank)  # from here on each rank draws its own dropout
@@ -101,6 +106,8 @@ class Loop:
     def epochs(self) -> range:
         """Begin to listen for stop signals; return the epochs still to do, counted from 0."""
         devices = self.run.devices
+        if folder_of_check():
+            end_check(self.run, self.state, self.data, self.batches, self.steps_left)
         self._stop, self._speed = StopAgreement(devices, leave=self._leave), Throughput(devices)
         if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is ignored
             signal.signal(signal.SIGINT, self._interrupt)
@@ -129,11 +136,15 @@ class Loop:
                 ranks.
 
         Raises:
-            TrainingError: a loss is not finite, on any rank; raised on every rank.
+            TrainingError: a loss is not finite, on any rank; raised on every rank. Or the first
+                step's losses are neither one per sample nor a mean.
             StopRequested: a signal came; the state is saved.
         """
         self.compute.end_step()
         run, state, lr = self.run, self.state, self.lr
+        begun = self._resumed_from or 0
+        if state.step == begun:
+            check_losses(losses, self.batches.batch_size_per_rank)
         losses = losses.detach()
         if losses.dim() > 1:  # of time steps or pixels: one mean per sample
             losses = losses.flatten(1).mean(1)
@@ -141,7 +152,6 @@ class Loop:
         state.batch += 1
         state.step += 1
         self._speed.add(self.batches.global_batch_size)
-        begun = self._resumed_from or 0
         if run.ranks.is_main and (cost := restart.record(run.folder, state.step, begun)):
             log.info(cost)
         epoch = f"epoch {state.epoch + 1}/{self.options.epochs}"
@@ -151,7 +161,7 @@ class Loop:
             of_epoch = state.loss_sum / state.batch
             both = [losses.to(of_epoch).expand_as(of_epoch), of_epoch]  # resumed: (1,) for a mean
             own = [torch.stack(both).flatten().cpu(), self.compute.halves()]
-            gathered, compute_s = gather_numbers(torch.cat(own)).tensor_split([-2], dim=1)
+            gathered, compute_s = gather_numbers(torch.cat(own)).tensor_split([-PARTS], dim=1)
             snapshot.refuse_non_finite(gathered, state.step, run.snapshots)
             loss, mean_loss = (part.flatten().mean().item() for part in gathered.chunk(2, dim=1))
             self._progress.set_postfix_str(f"loss {loss:.4f}, mean {mean_loss:.4f}", refresh=False)
@@ -215,12 +225,19 @@ class Loop:
         means = torch.tensor([[*result.means.values()]])
         snapshot.refuse_non_finite(means, state.step, run.snapshots, ", ".join(result.means))
         losses = gather_numbers(state.loss_sum / state.batch)
-        self._result, self._metrics = result, {"train_loss": losses.flatten().mean().item()}
+        before, self._result = self._metrics, result
+        self._metrics = {"train_loss": losses.flatten().mean().item()}
         self._metrics |= {f"val_{name}": mean for name, mean in result.means.items()}
         run.metrics(state.step, state.epoch, **self._metrics)
         found = ", ".join(f"{name} {value:.4f}" for name, value in self._metrics.items())
         epoch, by = state.epoch + 1, best_metric(run.options.best_by, self._metrics, state.best)
         log.info(f"epoch {epoch}/{self.options.epochs}: {found}")
+        if news := explosion(self._metrics, before, len(self.data.class_names)):
+            size, lr = self.batches.global_batch_size, self.options.lr
+            log.warning(
+                f"{news}: the learning rate {self.options.peak_lr(size):g} is too high for batches "
+                f"of {size}: try --lr {lr / 10:g} in another --output-dir"
+            )
         weights = state_dict() if by or run.options.epoch_weights else {}
         if by:
             state.best = {"file": "best.pt", "epochs": epoch, by: self._metrics[by]}

@@ -29,7 +29,8 @@ class RunOptions:
     """Keep the weights after each epoch, in weights/."""
     best_by: str | None = free(None)
     """Metric that chooses the epoch whose weights are kept in best.pt, or none for no such file.
-    The lowest loss is the best, and the highest value of any other metric. After a change, only
+    Of a metric with loss or error in its name the lowest is the best, else the highest. After a
+    change, only
     later epochs count. None: val_accuracy, or val_loss in a recipe without accuracy."""
     seed: int = 0
     """Seed of the weights, the data order, the augmentation and the split."""

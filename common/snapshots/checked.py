@@ -2,14 +2,14 @@
 
 import hashlib
 import os
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
-from common.errors import InputError, TrainingError
-from common.files import fix
+from common.errors import InputError
+from common.writing import RESUME, publish, writing
 
 
 def save_checked(folder: Path, name: str, suffix: str, content: dict[str, Any]) -> Path:
@@ -21,33 +21,23 @@ def save_checked(folder: Path, name: str, suffix: str, content: dict[str, Any]) 
     Raises:
         TrainingError: the file cannot be written; the files in the folder are unchanged.
     """
-    temporary = folder / f"{name}.{os.getpid()}.tmp"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        path = folder / f"{name}.{checksum(temporary)}.{suffix}"
-        temporary.rename(path)
-        directory = os.open(folder, os.O_RDONLY)
-        os.fsync(directory)
-        os.close(directory)
-    except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        cause = error if isinstance(error, OSError) else error.__context__ or error
-        raise TrainingError(
-            f"cannot write a snapshot into {folder} ({str(cause).splitlines()[0]}): {fix(cause)}, "
-            "then run the same command to resume from the last snapshot"
-        ) from error
-    return path
+
+    def final(file: IO[bytes]) -> str:
+        file.seek(0)
+        return f"{name}.{_checksum(file)}.{suffix}"
+
+    with writing(folder, f"a snapshot into {folder}", RESUME):
+        return publish(folder, f"{name}.{os.getpid()}.tmp", partial(torch.save, content), final)
 
 
 def checksum(path: Path) -> str:
     """The first 16 hex digits of a file's SHA-256."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+        return _checksum(file)
+
+
+def _checksum(file: IO[bytes]) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()[:16]  # type: ignore[arg-type]
 
 
 def load_data_only(path: Path, *, mmap: bool = False) -> dict[str, Any]:

@@ -14,8 +14,10 @@ import torch.distributed as dist
 
 from common import log
 from common.errors import InputError
+from common.files import refuse_closed
 from common.group.collectives import agreed, broadcast, gather
 from common.identity import Options, refuse_another_run, refuse_unlike_rank_0
+from common.owner import refuse_lost
 from common.snapshots.checked import checksum, load_data_only, save_checked
 
 FORMAT = 4
@@ -39,6 +41,7 @@ def list_snapshots(folder: Path) -> list[Path]:
 
 def keep_newest(folder: Path, count: int) -> None:
     """Remove the other snapshots, each before its shards."""
+    refuse_lost(folder)
     for old in list_snapshots(folder)[count:]:
         old.unlink(missing_ok=True)
         for shard in folder.glob(f"{old.name[:13]}.*.shard"):
@@ -139,6 +142,7 @@ def _find(resume: str | Path, folder: Path) -> dict[str, Any] | None:
             )
         return None
     if isinstance(resume, Path):
+        refuse_closed("--resume", resume)
         if not candidates:
             return {**read(resume), "metrics_bytes": 0, "metrics_sha256": ""}  # not this folder's
         # The same command again, after a stop: the folder's own snapshots are of later steps.
@@ -148,6 +152,7 @@ def _find(resume: str | Path, folder: Path) -> dict[str, Any] | None:
                 "it, choose another --output-dir"
             )
         log.info(f"--resume {resume} is ignored: {folder} already holds snapshots")
+    refuse_lost(folder)
     complete = {path.name[:13] for path in (*candidates, *folder.glob("*.unsound"))}
     for left in (*folder.glob("step_????????.*.tmp"), *folder.glob("step_????????.*.shard")):
         if left.suffix == ".tmp" or left.name[:13] not in complete:  # its writing was interrupted

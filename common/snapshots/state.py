@@ -190,9 +190,11 @@ class TrainingState:
             return
         seed_everything(seed, rank, self.step)
         if not found["identity"].get("virtual_ranks"):
+            names = None if self.mesh is None else self.mesh.mesh_dim_names
+            theirs, ours = (_sizes(names, each) for each in (found.get("mesh"), mesh))
             log.warning(
-                f"the snapshot is of {found['world_size']} ranks, this run has {world_size}: it "
-                "resumes at the same sample, but not with the same bits"
+                f"the snapshot is of {found['world_size']} ranks{theirs}, this run has {world_size}"
+                f"{ours}: it resumes at the same sample, but not with the same bits"
             )
 
     def _write_shard(
@@ -216,6 +218,12 @@ class TrainingState:
                     "--output-dir must be on a file system that all hosts share"
                 )
             _write(folder, step, content | {"shards": names}, keep)
+
+
+def _sizes(names: tuple[str, ...] | None, mesh: list[int] | None) -> str:
+    """A mesh for a message."""
+    pairs = zip(names or (), mesh or (), strict=False)
+    return f" ({', '.join(f'{name} {size}' for name, size in pairs)})" if mesh else ""
 
 
 def _write(folder: Path, step: int, content: dict[str, Any], keep: int) -> None:

@@ -67,6 +67,10 @@ class ParallelOptions:
                 "leave out --accumulate, --gradient-compression and --sync-bn"
             )
 
+    def parts_per_rank(self, world_size: int) -> int:
+        """Equal parts into which a rank cuts its share of a batch: micro-batches or shards."""
+        return max(self.accumulate, self.virtual_ranks // world_size)
+
     def micro_batch_size(self, batch_size_per_rank: int) -> int:
         """Samples that a rank computes at once.
 

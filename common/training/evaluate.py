@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from common import log
 from common.errors import TrainingError
 from common.group.collectives import gather, gather_numbers
 from common.group.stop import agreement_in_evaluation
@@ -48,6 +49,16 @@ def score_classes(model: nn.Module, batch: Any) -> Scores:
     if logits.shape[1] > 5:
         scores["top5"] = (logits.topk(5).indices == labels[:, None]).any(1)
     return scores
+
+
+def warn_of_unknown_metric(by: str | None, classes: int) -> None:
+    """Warn before the first epoch of a --best-by that `score_classes` does not give.
+
+    A score of your own may give it, so it is refused only after the first epoch.
+    """
+    known = ["train_loss", "val_loss", "val_accuracy", *(["val_top5"] if classes > 5 else [])]
+    if classes and by not in (None, "none", *known):
+        log.warning(f"--best-by {by}: the metrics of classes are {', '.join(known)}")
 
 
 @torch.no_grad()
@@ -90,9 +101,13 @@ def evaluate(
     for number, batch in enumerate(batches, 1):
         if scores := score(model, batch):
             names = list(scores)
+            shapes = {name: tuple(values.shape) for name, values in scores.items()}
+            if len({*shapes.values()}) > 1 or len(shapes[names[0]]) != 1:
+                raise ValueError(
+                    f"score must give one number for each sample, got the shapes {shapes}: give "
+                    "reduction='none' to the loss function, or take the mean over each sample"
+                )
             by_metric = torch.stack([values.double() for values in scores.values()])
-            if by_metric.dim() != 2:
-                raise ValueError(f"score must give one number for each sample, got {scores}")
             seen += by_metric.shape[1]
             sums.append(by_metric.sum(1))
         bar.update()
@@ -104,7 +119,10 @@ def evaluate(
         module.training = True
     found = gather((names, seen, torch.stack(sums).tolist() if sums else []))
     seen = sum(count for _, count, _ in found)
-    assert seen == total, f"evaluated {seen} of {total} samples"
+    if seen != total:
+        raise ValueError(
+            f"score gave {seen} numbers per metric for {total} samples: it must give one for each"
+        )
     # fsum rounds once, so the order of the batches, which depends on world_size, does not matter.
     columns = zip(*(row for _, _, rows in found for row in rows), strict=True)
     names = max(names for names, _, _ in found)  # a rank without batches has none
@@ -118,7 +136,7 @@ def best_metric(
 
     Args:
         by: a name in `found`; "none" for no best epoch. None: val_accuracy, else val_loss.
-        found: metrics of the epoch. Of losses the lowest is the best, else the highest value.
+        found: metrics of the epoch. Of losses and errors the lowest is the best, else the highest.
         best: holds the same metric of the best epoch before.
     """
     by = by or ("val_accuracy" if "val_accuracy" in found else "val_loss")
@@ -132,5 +150,30 @@ def best_metric(
         )
     if not best or by not in best:
         return by
-    sign = -1 if by.endswith("loss") else 1
+    sign = -1 if "loss" in by or "error" in by else 1
     return by if sign * found[by] > sign * best[by] else None
+
+
+def explosion(found: Mapping[str, float], before: Mapping[str, float], classes: int) -> str:
+    """In words, if the training loss exploded in this epoch; else empty.
+
+    It did if it is twice that of guessing and still grows. Without classes: ten times the loss
+    of the epoch before.
+
+    Args:
+        found: metrics of the epoch.
+        before: metrics of the epoch before; empty in the first one.
+        classes: number of them; 0: the loss is not that of classes.
+    """
+    loss, last = found["train_loss"], before.get("train_loss", 0.0)
+    limit = 2 * math.log(classes) if classes > 1 else 10 * max(last, 0) or math.inf
+    if loss <= max(limit, last):
+        return ""
+    if not last:
+        return f"train_loss {loss:.4g} explodes (guessing has {limit / 2:.4g})"
+    both = [
+        f"{name} {before[name]:.4g} -> {found[name]:.4g}"
+        for name in ("train_loss", "val_loss")
+        if name in found
+    ]
+    return f"{', '.join(both)}: the loss explodes"

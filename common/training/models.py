@@ -3,11 +3,11 @@
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -121,6 +121,27 @@ def build_model(options: ModelOptions, channels: int, classes: int, side: int = 
     elif channels != 3:
         model.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
     return model
+
+
+def how_to_build(options: Mapping[str, Any], side: int) -> dict[str, str] | None:
+    """What a plain script needs to build a run's model, for preprocessing.json.
+
+    Args:
+        options: of the run, by name; what was `auto` is resolved.
+        side: of the images [px].
+
+    Returns:
+        Name of the model, the module that has it, and its normalisation and stem (`ModelOptions`).
+        None: the run has no model of this module.
+    """
+    name: Any = options.get("model")
+    if name == "convnet":
+        return {"name": name, "from": "common.training.models", "norm": options["norm"]}
+    if name not in get_args(get_type_hints(ModelOptions)["model"]):
+        return None
+    # A recipe without --stem has its default.
+    stem = options.get("stem") or ModelOptions(model=name).resolved(side)["stem"]
+    return {"name": name, "from": "torchvision.models", "norm": options["norm"], "stem": stem}
 
 
 def prepare_model(

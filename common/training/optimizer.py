@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
@@ -11,6 +11,13 @@ from torch import nn
 from common import log
 from common.errors import InputError
 from common.options import free, refuse_below
+
+STEPS_PER_EPOCH = 10
+"""The default batch is small enough for so many steps per epoch; a run with fewer warns."""
+
+
+class Default(float):
+    """A number that the user did not give, so it may be fitted to the data."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +30,11 @@ class ScheduleOptions:
     """Stop after this many optimizer steps [steps]; the schedule does not change."""
     global_batch_size: int | None = free(None)
     """Samples per step over all ranks [samples].
-    None: --batch-size-per-rank times the number of ranks, or near the recipe's default."""
+    None: --batch-size-per-rank times the number of ranks, or near the recipe's default. That is
+    halved, and the default --lr with it, until an epoch of a small data set has 10 steps."""
     batch_size_per_rank: int | None = free(None)
     """Samples per step on each rank [samples], in place of --global-batch-size."""
-    lr: float = 0.1
+    lr: float = Default(0.1)
     """Highest learning rate, used as given."""
     scale_lr: int | None = None
     """Linear scaling rule [samples]: the learning rate is --lr x global batch size / SCALE_LR.
@@ -50,25 +58,88 @@ class ScheduleOptions:
         if not 0 <= self.lrf <= 1:
             raise ValueError(f"--lrf must be from 0 to 1 (a share of --lr), got {self.lrf}")
 
-    def total_batch_size(self, world_size: int, micro_batches: int = 1) -> int:
+    def fit(self, samples: int, world_size: int, micro_batches: int = 1) -> tuple[Self, int]:
+        """These options for a data set, and its global batch size; says where each comes from.
+
+        An epoch leaves out the samples that fill no batch, others in each epoch. With ten steps or
+        more they are less than a tenth of the data. A smaller last batch would leave out none, but
+        its samples would weigh more, and most numbers of ranks would not divide it.
+
+        Args:
+            samples: of the training data.
+            world_size: ranks that share a batch.
+            micro_batches: equal parts into which each rank cuts its share.
+
+        Raises:
+            InputError: see `total_batch_size`.
+        """
+        size = self.total_batch_size(world_size, micro_batches, samples)
+        usual, default = self._default_batch(samples), self.default_batch_size
+        fitted, rate = self, f"{'default' if isinstance(self.lr, Default) else '--lr'} {self.lr:g}"
+        if self.batch_size_per_rank:
+            source = f"--batch-size-per-rank {self.batch_size_per_rank} x {world_size}"
+        elif self.global_batch_size:
+            source = "--global-batch-size"
+        else:
+            source = f"default {default}"
+            if usual < default:
+                source += f", halved to {usual} for more steps per epoch"
+                if isinstance(self.lr, Default) and not self.scale_lr:
+                    fitted = replace(self, lr=self.lr * usual / default)
+                    rate += f" x {usual} / {default}"
+            if size != usual:
+                source += f", the nearest multiple of {world_size * micro_batches}"
+        if self.scale_lr:
+            rate += f" x {size} / {self.scale_lr}"
+        steps, smaller = samples // size, _near(usual, world_size * micro_batches)
+        log.info(
+            f"batch size {size} ({source}), steps per epoch: {steps}, "
+            f"learning rate {fitted.peak_lr(size):g} ({rate})"
+        )
+        if 0 < steps < min(STEPS_PER_EPOCH, samples // smaller):
+            log.warning(
+                f"few steps per epoch: with --global-batch-size {smaller} there would be "
+                f"{samples // smaller}"
+            )
+        if self.warmup_epochs >= self.epochs:
+            log.warning(
+                f"--warmup-epochs {self.warmup_epochs:g} of --epochs {self.epochs}: the learning "
+                "rate rises until the end"
+            )
+        return fitted, size
+
+    def total_batch_size(
+        self, world_size: int, micro_batches: int = 1, samples: float = math.inf
+    ) -> int:
         """Samples per step over all ranks: as given, or near the default, in equal parts.
+
+        The default is for a data set of so many `samples`.
 
         Raises:
             InputError: linear scaling of a batch of 5,000 or more, without warm-up.
         """
-        parts, default = world_size * micro_batches, self.default_batch_size
         size = (self.batch_size_per_rank or 0) * world_size or self.global_batch_size
-        if size is None:
-            size = max(1, round(default / parts)) * parts
-            if size != default:
-                near = f"the multiple of {parts} nearest to the default of {default}"
-                log.info(f"--global-batch-size {size}: {near}")
+        size = size or _near(self._default_batch(samples), world_size * micro_batches)
         if self.scale_lr and not self.warmup_epochs:
             if size >= 5000:
                 raise InputError(f"--scale-lr for a global batch of {size} needs --warmup-epochs")
-            rate = f"{self.learning_rate(0, 1, size):g}"
+            rate = f"{self.peak_lr(size):g}"
             log.warning(f"--scale-lr without --warmup-epochs: training begins with --lr {rate}")
         return size
+
+    def _default_batch(self, samples: float) -> int:
+        """The default batch size, halved until an epoch has ten steps.
+
+        Below 8 only if there are fewer samples than that.
+        """
+        size = self.default_batch_size
+        while size > samples > 0 or (size >= 16 and samples // size < STEPS_PER_EPOCH):
+            size //= 2
+        return size
+
+    def peak_lr(self, global_batch_size: int) -> float:
+        """The highest learning rate, by linear scaling if the options ask for it."""
+        return self.lr * (global_batch_size / self.scale_lr if self.scale_lr else 1)
 
     def learning_rate(self, step: int, steps_per_epoch: int, global_batch_size: int) -> float:
         """The learning rate of optimizer step `step`, counted from 0.
@@ -76,7 +147,7 @@ class ScheduleOptions:
         Sources: linear scaling with warm-up, Goyal et al. 2017 (arXiv 1706.02677), section 2;
         cosine, Loshchilov & Hutter 2016 (arXiv 1608.03983), equation 5.
         """
-        peak = self.lr * (global_batch_size / self.scale_lr if self.scale_lr else 1)
+        peak = self.peak_lr(global_batch_size)
         warmup = round(self.warmup_epochs * steps_per_epoch)
         if step < warmup:
             return peak * (step + 1) / warmup
@@ -109,6 +180,11 @@ class OptimizerOptions(ScheduleOptions):
             raise ValueError(f"--clip-grad-norm must be positive, got {self.clip_grad_norm}")
         if self.optimizer == "adamw" and self.momentum >= 1:
             raise ValueError(f"--momentum must be below 1 for adamw, got {self.momentum}")
+
+
+def _near(size: int, parts: int) -> int:
+    """The multiple of `parts` that is nearest to `size`, at least `parts`."""
+    return max(1, round(size / parts)) * parts
 
 
 def make_optimizer(

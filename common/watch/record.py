@@ -25,7 +25,9 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from common import ROOT, log
+from common.errors import TrainingError
 from common.files import write_json
+from common.owner import refuse_lost
 from common.watch import verdict
 from common.watch.verdict import Record
 
@@ -37,6 +39,9 @@ _HELPERS = (*_OTHERS, f"{ROOT}/common/")
 
 _MOST_S = 15.0
 """Longest time between two looks at a rank."""
+
+_ASKED_S = 0.2
+"""Time between two looks at whether the rank was asked where it is."""
 
 # A loading process, which a rank forks, must not write into the rank's file.
 os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGQUIT))
@@ -58,8 +63,8 @@ class Watch:
     ) -> None:
         stop()
         self._path, self._steps, self._step = verdict.path(folder, rank), steps, -1
-        self._about = {"host": socket.gethostname(), **about}
         self._period_s = min(timeout_s / 4, _MOST_S)
+        self._about = {"host": socket.gethostname(), "period_s": self._period_s, **about}
         self._stacks = self._path.with_suffix(".stack").open("a")
         self._stacks.truncate(0)
         faulthandler.register(signal.SIGQUIT, file=self._stacks)
@@ -73,11 +78,15 @@ class Watch:
 
     def _run(self) -> None:
         next_s = 0.0
-        while not self._ended.wait(min(1.0, self._period_s)):
-            asked, now_s = os.fstat(self._stacks.fileno()).st_size > 0, time.monotonic()
+        while not self._ended.wait(min(_ASKED_S, self._period_s)):
+            asked, now_s = self._asked(), time.monotonic()
             if asked or now_s >= next_s:
                 self._look(asked=asked)
                 next_s = now_s + self._period_s
+
+    def _asked(self) -> bool:
+        """Whether SIGQUIT came since the last look: faulthandler has then written a stack."""
+        return os.fstat(self._stacks.fileno()).st_size > 0
 
     def _look(self, *, asked: bool) -> None:
         """Write down where the rank is, if it has made no step since the last look, or if asked."""
@@ -89,7 +98,9 @@ class Watch:
         stays = asked or before == self._step
         if stays or self._wrote:  # else it trains, and the record says so
             found = _found(self._step) if stays else {}
-            with suppress(OSError):  # the disk is full, or the folder is gone
+            if asked:
+                found["asked_s"] = time.monotonic()  # the launcher waits for it
+            with suppress(TrainingError):  # the disk is full, or the folder is gone
                 write_json(self._path, self._about | found)
             if asked and "RECIPES_ERRORS" not in os.environ:  # else the launcher says it
                 log.info(f"step {self._step}: {verdict.whereabouts(found)}")
@@ -97,13 +108,19 @@ class Watch:
 
     def end(self, *, keep: bool) -> None:
         """Look no more; remove this rank's files unless `keep`."""
+        if self._stacks.closed:  # it has ended
+            return
         self._ended.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
         faulthandler.unregister(signal.SIGQUIT)
+        if self._asked() and "RECIPES_ERRORS" not in os.environ:  # else the launcher says it
+            log.info(verdict.ENDED)
         self._stacks.close()
-        for path in () if keep else (self._path, self._path.with_suffix(".stack")):
-            path.unlink(missing_ok=True)
+        with suppress(TrainingError):  # the files there are not this run's
+            refuse_lost(self._path)
+            for path in () if keep else (self._path, self._path.with_suffix(".stack")):
+                path.unlink(missing_ok=True)
 
 
 _current: list[Watch] = []
@@ -148,6 +165,7 @@ def _collectives() -> list[Record]:
     return [
         {
             "group": entry["process_group"][0],
+            "ranks": _members(entry["process_group"][0]),
             "number": entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"],
             "kind": entry["profiling_name"].partition(":")[2].partition(" ")[0],
             "sizes": entry["input_sizes"],
@@ -156,3 +174,10 @@ def _collectives() -> list[Record]:
         for entry in entries
         if not entry["retired"] and entry["state"] != "completed"
     ]
+
+
+def _members(group: str) -> list[int]:
+    """The ranks of a process group, by its name; empty if torch does not know it."""
+    with suppress(RuntimeError, LookupError, ValueError):
+        return dist.get_process_group_ranks(c10d._resolve_process_group(group))  # type: ignore[arg-type]
+    return []

@@ -1,21 +1,26 @@
 """Does one rank compute longer than the others?
 
 Whole steps do not show it, because in each step all ranks wait for the slowest one. A rank computes
-from the moment when all ranks have the averaged gradients (the optimizer's step begins) until its
-own last gradient is ready. What Loop does between two steps is left out, and so is the exchange of
-BatchNorm's buffers, in which the other ranks wait for rank 0.
+from the start of a step until its own last gradient is ready, and from the moment when it has the
+averaged gradients until the end of the step; in between it waits. What Loop does between two steps
+is left out. The exchange of BatchNorm's buffers, in which the other ranks wait for rank 0, counts
+as waiting.
+
+On shared cores, other programs slow down now one rank, now another one, each for some seconds. So a
+rank is named only after it was the slow one for a while without a break.
 """
 
 import statistics
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic, perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from common.watch import verdict
@@ -25,6 +30,12 @@ WINDOW = 50
 
 LEAST = 1.1
 """A rank is slow if it computes longer than the others by this factor, in both halves."""
+
+WINDOWS, LASTS_S = 6, 60.0
+"""A rank is named if it was slow in so many successive windows, and for so long [s]."""
+
+PARTS = 2 * 2
+"""Numbers per rank and window: the times that it computed and waited in each half."""
 
 
 class Slow(NamedTuple):
@@ -38,27 +49,39 @@ class Slow(NamedTuple):
     """How many more steps per second the run would make without the slow ranks, as a share."""
 
 
-def find_slow(halves: Sequence[Sequence[float]], step_s: float) -> Slow | None:
-    """The ranks that compute much longer than the others; None if there are none.
+def find_slow(
+    halves: Sequence[Sequence[float]], waits: Sequence[Sequence[float]], step_s: float
+) -> Slow | None:
+    """The ranks that compute much longer than the others, which wait for them; None if none do.
 
     Disturbances come in bursts, so a rank must be slow in both halves of the window. Among an even
     number of ranks the lower median counts, so that one of two ranks can be slow.
 
     Args:
         halves: per rank, the median time that it computed per step in each half of the window [s].
+        waits: per rank, the median time that it waited for other ranks in the same steps [s].
         step_s: time of a whole step [s].
     """
     usual = [statistics.median_low(half) for half in zip(*halves, strict=True)]
+    usual_wait = [statistics.median_high(half) for half in zip(*waits, strict=True)]
     over = [min(own / all_s for own, all_s in zip(r, usual, strict=True)) for r in halves]
-    slow = sorted((rank for rank, f in enumerate(over) if f > LEAST), key=lambda r: -over[r])
+
+    def others_wait(rank: int) -> bool:
+        """Whether they wait at least half of the time that this rank computes longer."""
+        own = zip(halves[rank], usual, waits[rank], usual_wait, strict=True)
+        return all(all_wait - wait >= (s - all_s) / 2 for s, all_s, wait, all_wait in own)
+
+    slow = [rank for rank, factor in enumerate(over) if factor > LEAST and others_wait(rank)]
+    slow.sort(key=lambda rank: -over[rank])
     if not slow:
         return None
-    saved_s = (over[slow[0]] - max(f for f in over if f <= LEAST)) * min(usual)
+    rest = [factor for rank, factor in enumerate(over) if rank not in slow]
+    saved_s = max(over[slow[0]] - max(rest), 0.0) * min(usual)
     return Slow(slow, over[slow[0]] - 1, saved_s / max(step_s - saved_s, min(usual)))
 
 
 class ComputeTime:
-    """The time that this rank computes per step, over the last `WINDOW` steps.
+    """The time that this rank computes and waits per step, over the last `WINDOW` steps.
 
     On a GPU, events are put into its queue and read after it has passed them, so that nothing ever
     waits for it.
@@ -67,18 +90,17 @@ class ComputeTime:
     def __init__(self, device: torch.device) -> None:
         self._device, self._compared = device, 0
         self._since: Any = None
-        self._ready: Any = None
         self._parts: list[tuple[Any, Any]] = []
         self._queued: deque[list[tuple[Any, Any]]] = deque()
-        self._steps_s: deque[float] = deque(maxlen=WINDOW)
-        self._slow = set[int]()
+        self._steps_s: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        self._lasts: dict[int, tuple[int, float]] = {}  # slow ranks: windows, since when
+        self._named = set[int]()
 
-    def follow(self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
-        """Begin to measure the steps of `ddp` and `optimizer`."""
+    def follow(self, ddp: DistributedDataParallel) -> None:
+        """Begin to measure the steps of `ddp`."""
         # DDP assumes, too, that gradients become ready in the opposite order of the parameters.
         last = next(parameter for parameter in ddp.parameters() if parameter.requires_grad)
         last.register_post_accumulate_grad_hook(self._note_ready)
-        optimizer.register_step_pre_hook(self._release)
         if ddp.broadcast_buffers:
             ddp.register_forward_pre_hook(lambda *_: self._add(self._now()))
             ddp.module.register_forward_pre_hook(lambda *_: self.start())
@@ -87,7 +109,7 @@ class ComputeTime:
 
     def _now(self) -> Any:
         if self._device.type == "cpu":
-            return time.perf_counter()
+            return perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -109,11 +131,16 @@ class ComputeTime:
         self._since = None
 
     def _note_ready(self, _parameter: Tensor) -> None:
-        self._ready = self._now()  # the last micro-batch counts
+        ready = self._now()
 
-    def _release(self, *_: object) -> None:
-        self._add(self._ready)
-        self.start()
+        def averaged() -> None:
+            self._add(ready)
+            self.start()
+
+        # DDP waits for the other ranks in a callback at the end of the backward pass. It registers
+        # that callback after this hook, so only a callback's callback runs after it.
+        queue = Variable._execution_engine.queue_callback
+        queue(lambda: queue(averaged))
 
     def end_step(self) -> None:
         """What was measured since the last call is one step; now this rank does not compute."""
@@ -125,27 +152,48 @@ class ComputeTime:
         gpu = self._device.type == "cuda"
         while self._queued and (not gpu or self._queued[0][-1][1].query()):
             parts = self._queued.popleft()
-            parts_s = (a.elapsed_time(b) / 1000 if gpu else b - a for a, b in parts)
-            self._steps_s.append(sum(parts_s))
+            whole = (parts[0][0], parts[-1][1])
+            whole_s, *parts_s = (
+                a.elapsed_time(b) / 1000 if gpu else b - a for a, b in (whole, *parts)
+            )
+            self._steps_s.append((sum(parts_s), whole_s - sum(parts_s)))
 
     def halves(self) -> Tensor:
-        """The median time per step in each half of the window [s], or zeros before it is full."""
-        steps_s = list(self._steps_s) if len(self._steps_s) == WINDOW else [0.0] * WINDOW
-        return torch.tensor(steps_s, dtype=torch.float64).view(2, -1).median(dim=1).values
+        """`PARTS` medians of the window [s], or zeros before it is full.
+
+        The time that a step computes in the first and the second half, then that it waits.
+        """
+        full = len(self._steps_s) == WINDOW
+        steps_s = [*self._steps_s] if full else [(0.0, 0.0)] * WINDOW
+        by_half = torch.tensor(steps_s, dtype=torch.float64).view(2, -1, 2)
+        return by_half.median(dim=1).values.T.flatten()
 
     def compare(self, step: int, halves: Tensor, step_s: float) -> Slow | None:
         """The slow ranks, once per window, from all ranks' halves; None if there are none."""
-        if step < self._compared + WINDOW or not halves.all():
+        if step < self._compared + WINDOW or not halves[:, :2].all():
             return None
-        self._compared = step
-        return find_slow(halves.tolist(), step_s)
+        self._compared, now_s = step, monotonic()
+        found = find_slow(halves[:, :2].tolist(), halves[:, 2:].tolist(), step_s)
+        before = self._lasts
+        self._lasts = {}
+        for rank in found.ranks if found else ():
+            windows, since_s = before.get(rank, (0, now_s))
+            self._lasts[rank] = (windows + 1, since_s)
+        return found
 
     def news(self, found: Slow, logs: Path) -> str:
-        """A line that names the slow ranks; empty if it was said before."""
-        if self._slow.issuperset(found.ranks):
+        """A line that names the ranks that are slow for long; empty if it was said before."""
+        now_s = monotonic()
+        lasting = [
+            rank
+            for rank in found.ranks
+            for windows, since_s in [self._lasts[rank]]
+            if windows >= WINDOWS and now_s - since_s >= LASTS_S
+        ]
+        if found.ranks[0] not in lasting or self._named.issuperset(lasting):
             return ""
-        self._slow.update(found.ranks)
-        about = [verdict.read(logs, rank) for rank in found.ranks]
+        self._named.update(lasting)
+        about = [verdict.read(logs, rank) for rank in lasting]
         who, *more = (f"{record['who']} ({record.get('device', '?')})" for record in about)
         also = f" (slow, too: {', '.join(more)})" if more else ""
         return (

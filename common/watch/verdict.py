@@ -5,8 +5,9 @@ ranks.
 """
 
 import json
+import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
@@ -16,6 +17,9 @@ from common import ROOT
 
 folder: Path | None = None
 """The records of the run of this process, once it is watched."""
+
+ENDED = "the run ended before it could say where its ranks are"
+"""The answer to SIGQUIT at the end of a run."""
 
 Record = dict[str, Any]
 
@@ -43,6 +47,7 @@ def read(logs: Path, rank: int) -> Record:
     record: Record = {"host": "an unknown host"}
     with suppress(OSError, ValueError, TypeError):  # not written, or damaged
         record |= json.loads(path(logs, rank).read_text())
+        record["written_s"] = path(logs, rank).stat().st_mtime
     with suppress(OSError):
         text = path(logs, rank).with_suffix(".stack").read_text()
         _, *threads = re.split(r"(?m)^(?:Current thread|Thread) .*\n", text)
@@ -53,40 +58,69 @@ def read(logs: Path, rank: int) -> Record:
 def verdict(logs: Path) -> Verdict | None:
     """The rank for which the others wait in a collective; None if the records do not show one."""
     found = [read(logs, rank) for rank in range(read(logs, 0).get("world_size", 0))]
-    first = {
-        rank: min(waits, key=itemgetter("number"))
-        for rank, record in enumerate(found)
-        if (waits := record.get("collectives"))
-    }
-    if not first:
+    newest_s = max((record.get("written_s", 0) for record in found), default=0)
+    for record in found:  # a rank that lives writes once per period as long as it makes no step
+        silent_s = newest_s - record.get("written_s", newest_s)
+        if silent_s > 2 * record.get("period_s", math.inf) + 1:
+            record["silent_s"] = silent_s
+    waits = {rank: calls for rank, r in enumerate(found) if (calls := r.get("collectives"))}
+    if not waits:
         return None
-    alike = itemgetter("kind", "sizes")
-    same = {rank: str(alike(call)) for rank, call in first.items()}
-    usual = Counter(same.values()).most_common(1)[0][0]
-    unlike = [rank for rank in first if same[rank] != usual]
+    by_number = itemgetter("number")
+    first = {rank: min(calls, key=by_number) for rank, calls in waits.items()}
+    for rank in [rank for rank in range(len(found)) if rank not in first]:
+        # With virtual ranks, each pair is a group: only a call of its own pairs waits for this one.
+        need = {
+            other: min(calls, key=by_number)
+            for other, own in waits.items()
+            if (calls := [call for call in own if rank in (call.get("ranks") or [rank])])
+        }
+        if need:
+            waiting = max(need, key=lambda other: need[other]["number"])
+            members = need[waiting].get("ranks") or range(len(found))
+            more = [other for other in members if other > rank and other not in first]
+            return _late(found, rank, waiting, need[waiting], more)
+    groups = defaultdict[str, list[int]](list)
+    for rank, call in first.items():
+        if call["kind"] not in ("send", "recv"):  # their numbers and kinds need not be equal
+            groups[call["group"]].append(rank)
+    for ranks in groups.values():
+        waiting = max(ranks, key=lambda rank: first[rank]["number"])
+        number = first[waiting]["number"]
+        if behind := [rank for rank in ranks if first[rank]["number"] < number]:
+            seen = f"it was last seen in {_call(first[behind[0]])}"
+            return _late(found, behind[0], waiting, first[waiting], behind[1:], seen)
+        same = {rank: (first[rank]["kind"], str(first[rank]["sizes"])) for rank in ranks}
+        usual = Counter(same.values()).most_common(1)[0][0]
+        for rank in [rank for rank in ranks if same[rank] != usual]:
+            other = next(rank for rank in ranks if same[rank] == usual)
+            theirs = f"{found[other]['who']} calls {_call(first[other])}"
+            says = f"calls {_call(first[rank])}, while {theirs}: they must be the same"
+            return _of(found, rank, says)
     waiting = max(first, key=lambda rank: first[rank]["number"])
     call = _call(first[waiting], f", which {found[waiting]['who']} calls")
-    # Numbers and kinds can be compared within a group only, and not those of send and recv.
-    calls, pairs = first.values(), ("send", "recv")
-    one_group = len({c["group"] for c in calls}) == 1 and all(c["kind"] not in pairs for c in calls)
-    number = first[waiting]["number"]
-    behind = [rank for rank in first if one_group and first[rank]["number"] < number]
-    if late := [rank for rank in range(len(found)) if rank not in first] + behind:
-        rank, *more = late
-        also = f" (nor did rank {', '.join(map(str, more))})" if more else ""
-        seen = f"it was last seen in {_call(first[rank])}" if rank in first else ""
-        says = f"did not come to {call}{also}: {seen or whereabouts(found[rank])}"
-    elif not one_group:
-        says = f"each rank waits for another one, as in {call}: the network between them is cut"
-        return Verdict(-1, "", f"{says}, or very slow, or a rank was stopped", "")
-    elif unlike:
-        rank, other = unlike[0], next(rank for rank in first if same[rank] == usual)
-        theirs = f"{found[other]['who']} calls {_call(first[other])}"
-        says = f"calls {_call(first[rank])}, while {theirs}: they must be the same"
+    if [len(ranks) for ranks in groups.values()] == [len(first)]:
+        came = "all ranks" if len(first) == len(found) else f"ranks {', '.join(map(str, first))}"
+        says = f"{came} came to {call}: the network between them is cut, or very slow"
     else:
-        says = f"all ranks came to {call}: the network between them is cut, or very slow"
-        return Verdict(-1, "", says, "")
-    who, stack = found[rank]["who"], found[rank].get("c_stack") or found[rank].get("stack", "")
+        says = f"each rank waits for another one, as in {call}: the network between them is cut"
+        says += ", or very slow, or a rank was stopped"
+    return Verdict(-1, "", says, "")
+
+
+def _late(
+    found: list[Record], rank: int, waiting: int, call: Record, more: list[int], seen: str = ""
+) -> Verdict:
+    """Rank `rank`, and `more`, did not come to the call in which rank `waiting` waits."""
+    also = f" (nor did rank {', '.join(map(str, more))})" if more else ""
+    where = _call(call, f", which {found[waiting]['who']} calls")
+    return _of(found, rank, f"did not come to {where}{also}: {seen or whereabouts(found[rank])}")
+
+
+def _of(found: list[Record], rank: int, says: str) -> Verdict:
+    who, stack = found[rank]["who"], found[rank].get("c_stack", "")
+    if not stack and "silent_s" not in found[rank]:
+        stack = found[rank].get("stack", "")
     return Verdict(rank, who, says, f"{who} is here (Python stack):\n{stack}" if stack else "")
 
 
@@ -100,6 +134,11 @@ def whereabouts(record: Record) -> str:
         file, line, name = found.groups()
         file = file.removeprefix(f"{ROOT}/")
         return f"it is in C code that keeps the GIL, called at {file}:{line} ({name})"
-    if place := record.get("place"):
+    if (place := record.get("place")) and (silent_s := record.get("silent_s")):
+        return (
+            f"it was last seen at {place}, and has been silent for {silent_s:.0f} s: it is "
+            "stopped, its host is gone, or the network is cut"
+        )
+    if place:
         return f"it is at {place}"
     return "it has left no stack: it is stopped, its host is gone, or the network is cut"

@@ -48,7 +48,7 @@ from common.seeds import mixed_precision, seed_everything, set_determinism
 from common.snapshots.state import Stateful
 from common.terminal import set_up_logs
 from common.training.evaluate import evaluate
-from common.training.optimizer import ScheduleOptions, set_lr
+from common.training.optimizer import Default, ScheduleOptions, set_lr
 from recipes.checkpoint_rnn.adding import (
     AddingRNN,
     RecurrentOptions,
@@ -80,7 +80,9 @@ class Config:
     run: RunOptions = field(default_factory=RunOptions)
     sequence: SequenceOptions = field(default_factory=SequenceOptions)
     network: RecurrentOptions = field(default_factory=RecurrentOptions)
-    optimizer: ScheduleOptions = field(default_factory=partial(ScheduleOptions, epochs=20, lr=0.02))
+    optimizer: ScheduleOptions = field(
+        default_factory=partial(ScheduleOptions, epochs=20, lr=Default(0.02))
+    )
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
 
     def __post_init__(self) -> None:
@@ -120,7 +122,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
         # data
         data = make_data(config.sequence, seed)
-        batch_size = options.total_batch_size(1)
+        options, batch_size = options.fit(len(data.train), 1)
         batches = GlobalBatches(len(data.train), batch_size, seed, 0, 1)
         held_out = fixed_batches(len(data.val), batch_size, 0, 1)
         loader = DeviceBatches(make_loader(data.train, batches), device, dtype)

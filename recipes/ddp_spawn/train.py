@@ -86,7 +86,9 @@ def train(config: Config, ranks: Ranks) -> None:
 
         # data
         data = load_data(config.data, seed, ranks)
-        batch_size = options.total_batch_size(ranks.world_size)
+        options, batch_size = options.fit(
+            len(data.train), ranks.world_size, parallel.parts_per_rank(ranks.world_size)
+        )
         batches, loader, val_loader = make_loaders(
             data, config.data, batch_size, seed, ranks, device, dtype, run.folder
         )
@@ -123,11 +125,11 @@ def train(config: Config, ranks: Ranks) -> None:
             return
         set_train_mode(model)
         # A resumed run must add gradients in the same order as an uninterrupted run.
-        inputs, _ = data.train[(0, 0)]
+        inputs, *_ = data.train[(0, 0)]
         warm_up(ddp, loader.prepare(inputs), micro_batch_size, autocast)
 
         # loop
-        loop.compute.follow(ddp, optimizer)  # finds a rank that is slower than the others
+        loop.compute.follow(ddp)  # finds a rank that is slower than the others
         for epoch in loop.epochs():
             batches.set_epoch(epoch, loop.state.batch, loop.steps_left)
             for batch in loader:

@@ -49,7 +49,7 @@ from common.terminal import set_up_logs
 from common.training.ddp import warm_up
 from common.training.evaluate import evaluate
 from common.training.models import ModelOptions, build_model, prepare_model, set_train_mode
-from common.training.optimizer import OptimizerOptions, make_optimizer, set_lr
+from common.training.optimizer import Default, OptimizerOptions, make_optimizer, set_lr
 from recipes.dp_resnet50.report import Utilization, show_gpus, show_inference
 
 NAME = "dp_resnet50"
@@ -74,7 +74,7 @@ class Config:
     )
     optimizer: OptimizerOptions = field(
         default_factory=partial(
-            OptimizerOptions, epochs=12, lr=0.05, warmup_epochs=1.0, weight_decay=5e-4
+            OptimizerOptions, epochs=12, lr=Default(0.05), warmup_epochs=1.0, weight_decay=5e-4
         )
     )
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
@@ -117,7 +117,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
         # data
         data = load_data(config.data, seed, ranks)
-        batch_size = options.total_batch_size(len(devices))
+        options, batch_size = options.fit(len(data.train), len(devices))
         if len(devices) > 1 and config.model.dropout:
             raise InputError(
                 "--dropout: a snapshot holds one GPU's random state only: use ddp_launch"
@@ -127,7 +127,7 @@ def train(config: Config, ranks: Ranks) -> None:
         if batch_size % len(devices):
             raise InputError(
                 f"--global-batch-size {batch_size} cannot be divided by {len(devices)} devices: "
-                f"{multiples_near(batch_size, len(devices))} samples would do"
+                f"{multiples_near(batch_size, len(devices), len(data.train))} samples would do"
             )
         batches, loader, val_loader = make_loaders(
             data, config.data, batch_size, seed, ranks, device, dtype, run.folder

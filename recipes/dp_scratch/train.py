@@ -48,7 +48,7 @@ from common.seeds import mixed_precision, seed_everything, set_determinism
 from common.snapshots.state import Stateful
 from common.terminal import set_up_logs
 from common.training.evaluate import evaluate
-from common.training.optimizer import ScheduleOptions
+from common.training.optimizer import Default, ScheduleOptions
 from recipes.dp_scratch.lenet import initialize, lenet, refuse_other_images
 from recipes.dp_scratch.lesson import show_lesson
 from recipes.dp_scratch.show import show_steps
@@ -74,7 +74,9 @@ class Config:
 
     run: RunOptions = field(default_factory=RunOptions)
     data: DataOptions = field(default_factory=partial(DataOptions, image_size=28))
-    optimizer: ScheduleOptions = field(default_factory=partial(ScheduleOptions, epochs=15, lr=0.2))
+    optimizer: ScheduleOptions = field(
+        default_factory=partial(ScheduleOptions, epochs=15, lr=Default(0.2))
+    )
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
     def __post_init__(self) -> None:
@@ -164,7 +166,7 @@ def train(config: Config, ranks: Ranks) -> None:
         # data
         data = load_data(config.data, seed, ranks)
         refuse_other_images(data)
-        batch_size = options.total_batch_size(len(devices))
+        options, batch_size = options.fit(len(data.train), len(devices))
         if batch_size < len(devices):
             raise InputError(
                 f"--global-batch-size {batch_size} is less than {len(devices)} devices"

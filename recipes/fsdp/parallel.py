@@ -29,6 +29,7 @@ from common.group import process_group
 from common.options import free, refuse_below
 from common.seeds import mix
 from common.snapshots.shards import holds_first, local_part
+from common.writing import RESUME, writing
 from recipes.fsdp.model import Transformer
 
 TENSOR_PARALLEL = {
@@ -208,11 +209,14 @@ def whole_model(model: nn.Module, folder: Path) -> dict[str, Tensor]:
                 value = value.redistribute(placements=placements)
             whole = value.to_local()
         if dist.get_rank() == 0:
-            file = folder / "whole.tmp"
-            with file.open("wb") as room:  # else a full disk would end the process by SIGBUS
-                os.posix_fallocate(room.fileno(), 0, whole.nbytes)
-            kept = torch.from_file(str(file), shared=True, size=whole.numel(), dtype=whole.dtype)
-            file.unlink()
+            file, size = folder / "whole.tmp", whole.numel()
+            with writing(file, then=RESUME):
+                try:
+                    with file.open("wb") as room:  # else a full disk would end this by SIGBUS
+                        os.posix_fallocate(room.fileno(), 0, whole.nbytes)
+                    kept = torch.from_file(str(file), shared=True, size=size, dtype=whole.dtype)
+                finally:
+                    file.unlink(missing_ok=True)
             entries[name] = kept.view(whole.shape).copy_(whole)
     return entries
 

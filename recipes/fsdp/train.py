@@ -49,7 +49,7 @@ from common.seeds import seed_everything, set_determinism
 from common.snapshots.state import Stateful
 from common.terminal import set_up_logs
 from common.training.evaluate import evaluate
-from common.training.optimizer import ScheduleOptions, set_lr
+from common.training.optimizer import Default, ScheduleOptions, set_lr
 from recipes.fsdp.memory import table
 from recipes.fsdp.model import Transformer, TransformerOptions
 from recipes.fsdp.parallel import (
@@ -106,7 +106,7 @@ class Config:
     text: TextOptions = field(default_factory=TextOptions)
     model: TransformerOptions = field(default_factory=TransformerOptions)
     optimizer: AdamWOptions = field(
-        default_factory=partial(AdamWOptions, epochs=5, lr=3e-3, warmup_epochs=0.1)
+        default_factory=partial(AdamWOptions, epochs=5, lr=Default(3e-3), warmup_epochs=0.1)
     )
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
@@ -141,7 +141,8 @@ def train(config: Config, ranks: Ranks) -> None:
 
         # data
         text = load_text(config.text, seed)
-        data, batch_size = text.data, options.total_batch_size(shares)
+        data = text.data
+        options, batch_size = options.fit(len(data.train), shares)
         part = Ranks(share, share, shares, shares)  # tensor ranks load the same data
         batches, loader, val_loader = make_loaders(
             data, config.text, batch_size, seed, part, device, dtype, run.folder

@@ -34,7 +34,7 @@ if not __package__:  # started as a file: the repository is not on the path yet
 from common import cli
 from common.data.datasets import DataOptions, load_data
 from common.data.loaders import make_loaders
-from common.errors import InputError
+from common.errors import multiples_near
 from common.group.devices import choose_device
 from common.group.process_group import process_group
 from common.launch.process import end_process
@@ -87,6 +87,14 @@ class Config:
                 f"--stages {self.parallel.stages} is more than the {layers} layers of --model "
                 f"{self.model.model}"
             )
+        options, copies = self.optimizer, self.parallel.data_parallel
+        size = (options.batch_size_per_rank or 0) * copies or options.global_batch_size or 0
+        if size % (parts := copies * self.parallel.micro_batch_count):
+            raise ValueError(
+                f"--global-batch-size {size} cannot be divided by {copies} copies x "
+                f"{self.parallel.micro_batch_count} micro-batches: give "
+                f"{multiples_near(size, parts)}"
+            )
 
 
 def train(config: Config, ranks: Ranks) -> None:
@@ -118,12 +126,7 @@ def train(config: Config, ranks: Ranks) -> None:
         # data
         toy = config.model.model == "toy"
         data = generated_points(seed) if toy else load_data(config.data, seed, ranks)
-        batch_size = options.total_batch_size(replicas, parallel.micro_batch_count)
-        if batch_size % (replicas * parallel.micro_batch_count):
-            raise InputError(
-                f"--global-batch-size {batch_size} cannot be divided by {replicas} copies x "
-                f"{parallel.micro_batch_count} micro-batches"
-            )
+        options, batch_size = options.fit(len(data.train), replicas, parallel.micro_batch_count)
         share = Ranks(replica, replica, replicas, replicas)
         batches, loader, val_loader = make_loaders(  # all stages of a pipeline load the same data
             data, config.data, batch_size, seed, share, (devices or [device])[0], dtype, run.folder

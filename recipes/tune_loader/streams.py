@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
-from common.data.stream import GlobalBatches, Key, Samples, loader_options
+from common.data.stream import GlobalBatches, Key, Loader, Samples, loader_options
 from common.errors import InputError, multiples_near
 
 
@@ -99,7 +99,7 @@ def make_stream_loader(
     pin_memory: bool = False,
 ) -> DataLoader[Any]:
     """`common.data.stream.make_loader`, but over a `BatchStream`."""
-    return DataLoader(
+    return Loader(
         BatchStream(samples, batches),
         batch_size=None,
         # A loading process has its own copy of `batches`, and `set_epoch` does not reach it. So
@@ -119,7 +119,7 @@ def make_item_loader(
     """The same batches of one rank, read as if the data had neither an index nor a length."""
     keys = list(chain(*batches))
     stream = ItemStream(lambda: iter(keys), samples.__getitem__, len(batches[0]), 0, 1)
-    return DataLoader(
+    return Loader(
         stream,
         batch_size=None,
         persistent_workers=num_workers > 0,

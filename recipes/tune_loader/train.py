@@ -87,6 +87,14 @@ class Config:
     tune: TuneOptions = field(default_factory=TuneOptions)
     data: DataOptions = field(default_factory=DataOptions)
 
+    def __post_init__(self) -> None:
+        """Refuse what is measured here."""
+        if self.data.num_workers is not None or not self.data.pin_memory:
+            raise ValueError(
+                "tune_loader measures --num-workers and --pin-memory: leave them out, and limit "
+                "the processes that it tries with --max-workers"
+            )
+
 
 def measure_settings(config: Config, device: torch.device) -> tuple[dict[str, Any], str]:
     """Time every setting, and choose one.

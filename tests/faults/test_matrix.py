@@ -25,6 +25,8 @@ from tests.conftest import Recipe, Result, need, need_root, small_disk, wait_for
 from tests.faults import matrix
 from tests.test_command_line import ranks_of
 from tests.test_data import flowers
+from tests.test_owner import LONG, LOST
+from tests.test_run_folder import contents
 from tests.test_two_hosts import launched, two_hosts
 
 pytestmark = pytest.mark.slow
@@ -100,6 +102,10 @@ ABSENT = (
 FAULTS = {
     "raises": Fault(rf"error: rank 1 on {HERE}: a bug of this test"),
     "exits": Fault(rf"error: rank 1 on {HERE} exited with status 7"),
+    "exits as if it were finished": Fault(rf"error: rank 1 on {HERE} ended too early \(status 0\)"),
+    "exits as if it were asked to stop": Fault(
+        rf"error: rank 1 on {HERE} ended too early \(status 75\)"
+    ),
     "is killed": Fault(rf"error: rank 1 on {HERE} was killed by SIGKILL: perhaps out of memory"),
     "stops answering": Fault(rf"error: rank 1 on {HERE} stopped answering \(stopped by a signal\)"),
     "sleeps for ever": Fault(rf"{ABSENT}it is at \S*sitecustomize.py:\d+ \(happen\)", recipes=DDP),
@@ -352,17 +358,32 @@ def half_a_core() -> Iterator[Callable[[int], object]]:
     group.rmdir()
 
 
-@pytest.mark.parametrize("slowed", ["by a sleep in each step", "by a cgroup's limit (cpu.max)"])
+BEFORE = "by a sleep before the optimizer's step"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "slowed",
+    [
+        pytest.param("by a sleep in each step", marks=pytest.mark.all_faults),
+        BEFORE,
+        pytest.param("by a cgroup's limit (cpu.max)", marks=pytest.mark.all_faults),
+    ],
+)
 def test_a_slow_rank(
     scene: Scene,
     rows: list[dict[str, Any]],
     half_a_core: Callable[[int], object],
     slowed: str,
 ) -> None:
-    """Each step of 0.2 s takes it 0.06 s longer; or it has half a core from its tenth step on."""
-    sleeps, options = "sleep" in slowed, ("--epochs", "30", "--log-every", "10")
-    most = ("--max-steps", "102") if sleeps else ("--snapshot-every", "10")
-    env = {"STEP_S": "0.2", "SLOW_RANK": "1", "SLOW_S": "0.06"} if sleeps else {}
+    """Each step of 0.1 s takes it 0.06 s longer; or it has half a core from its tenth step on.
+
+    The run goes on until the rank is named.
+    """
+    sleeps, options = "sleep" in slowed, ("--epochs", "1000000", "--log-every", "10")
+    most = () if sleeps else ("--snapshot-every", "10")
+    env = {"STEP_S": "0.1", "SLOW_RANK": "1", "SLOW_S": "0.06"} if sleeps else {}
+    env |= {"SLOW_BEFORE": "1"} if slowed == BEFORE else {}
     command = scene.recipe.command("ddp_launch", *nproc("ddp_launch"), *options, *most)
     process = scene.recipe.start(*command, env={**scene.env, **env})
     start_s, before = time.monotonic(), 0
@@ -370,16 +391,17 @@ def test_a_slow_rank(
         newest = wait_for(lambda: sorted(scene.folder.glob("snapshots/step_*.pt")))[-1]
         start_s, before = time.monotonic(), int(newest.name[5:13])
         half_a_core(ranks_of(process.pid)[1])
-    result = scene.recipe.finish(process, scene.folder, 250).assert_ok()
+    assert process.stdout
+    said = next((line.strip() for line in process.stdout if "computes" in line), "")
     elapsed_s = time.monotonic() - start_s
-    (said,) = [line for line in result.stdout.splitlines() if "computes" in line]
     assert re.match(rf"warning: rank 1 on {HERE} \(cpu\) computes \d+% longer per step", said)
+    process.send_signal(signal.SIGTERM)
+    assert scene.recipe.finish(process, scene.folder).status == 75
     curves = event_accumulator.EventAccumulator(str(scene.folder / "tensorboard"))
-    found = curves.Reload().Scalars("slow_rank_excess")
-    assert found[0].step <= before + (100 if sleeps else 120), "the limit came after that snapshot"
+    found = [c for c in curves.Reload().Scalars("slow_rank_excess") if c.step > before]
     rows.append(
         {
-            "fault": f"a rank is slowed {slowed}, found {found[0].step - before} steps later",
+            "fault": f"a rank is slowed {slowed}, found {found[-1].step - before} steps later",
             "recipe": "ddp_launch",
             "seconds": elapsed_s,
             "status": 0,
@@ -675,6 +697,38 @@ def test_a_data_file_that_vanishes(scene: Scene, rows: list[dict[str, Any]], wor
             "seconds": elapsed_s,
             "first_line": first.replace(str(root), "DATA"),
             "resumed_from": assert_intact(scene.folder),
+        }
+    )
+
+
+@pytest.mark.parametrize("how", LOST)
+def test_a_folder_that_is_lost(scene: Scene, rows: list[dict[str, Any]], how: str) -> None:
+    """In the place of the folder, nothing is made or changed."""
+    lose, says = LOST[how]
+    command = scene.recipe.command("ddp_launch", *nproc("ddp_launch"), *LONG)
+    process = scene.recipe.start(*command, env=scene.env)
+    wait_for(lambda: list(scene.folder.glob("snapshots/step_*.pt")))
+    os.killpg(process.pid, signal.SIGSTOP)
+    lose(scene.folder)
+    left = {name: byte for name, byte in contents(scene.folder).items() if "logs/" not in name}
+    os.killpg(process.pid, signal.SIGCONT)
+    start_s = time.monotonic()
+    result = scene.recipe.finish(process, scene.folder, 60)
+    elapsed_s = scene.wait_until_gone(start_s, 30)
+    assert result.status == 1, result.stderr
+    (first,) = result.errors
+    assert re.search(says, first), first
+    assert "Traceback" not in result.stderr
+    after = contents(scene.folder)
+    assert {name: byte for name, byte in after.items() if "logs/" not in name} == left
+    rows.append(
+        {
+            "fault": f"the run's folder is {how} while the run goes on",
+            "recipe": "ddp_launch",
+            "seconds": elapsed_s,
+            "status": 1,
+            "resumed_from": 0,
+            "first_line": first.replace(str(scene.folder.parent), "RUNS"),
         }
     )
 

@@ -339,7 +339,7 @@ def test_an_interrupted_job_ends_with_the_same_weights(
         "train",
         "ddp_launch",
         *OPTIONS,
-        env=submit.patch(STEP_S="0.03"),
+        env=submit.patch(STEP_S="0.1"),
         sbatch=(*TWO_BY_TWO, "--nodelist=n[1-2]"),
     )
     went = interrupt(job, how, reference)
@@ -356,7 +356,7 @@ def test_shards_of_two_nodes_go_on_after_a_power_cut(submit: Submitter, recipe: 
     data = ("--data", "text", "--data-path", str(text), "--context", "16")
     options = (*data, "--layers", "1", "--width", "16", "--heads", "2", *OPTIONS)
     reference = recipe("fsdp", *options, "--nproc", "4").assert_ok()
-    env = submit.patch(STEP_S="0.03")
+    env = submit.patch(STEP_S="0.1")
     job = submit("train", "fsdp", *options, env=env, sbatch=(*TWO_BY_TWO, "--nodelist=n[1-2]"))
     went = interrupt(job, power_cut, reference)
     assert went.restarts in TIMES, went.said
@@ -368,7 +368,7 @@ def test_torchrun_goes_on_too(
     submit: Submitter, pair: Result, how: Callable[[Cluster, Job], None]
 ) -> None:
     job = submit(
-        "torchrun", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.03"), sbatch=ONE_EACH
+        "torchrun", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.1"), sbatch=ONE_EACH
     )
     went = interrupt(job, how, pair)
     assert went.restarts in TIMES, went.said
@@ -385,7 +385,7 @@ def test_submitit_goes_on_too(
         "--slurm=nodelist=n[1-2]",
         "--",
         *OPTIONS,
-        env=submit.patch(STEP_S="0.03"),
+        env=submit.patch(STEP_S="0.1"),
     )
     assert done.returncode == 0, done.stderr
     (job,) = submitted(submit, done.stdout)
@@ -469,7 +469,7 @@ def test_a_signal_before_training_starts_the_job_again(
 
 def test_torchrun_starts_a_killed_rank_again(submit: Submitter, pair: Result) -> None:
     job = submit(
-        "torchrun", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.03"), sbatch=ONE_EACH
+        "torchrun", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.1"), sbatch=ONE_EACH
     )
     wait_for(lambda: job.step > 60)
     kill = ("pkill", "-KILL", "--newest", "-f", f"slurm-{job.job_id}$")  # a rank
@@ -504,7 +504,7 @@ def test_a_real_time_limit(submit: Submitter, reference: Result) -> None:
 
 
 def test_a_cancelled_job_saves_and_stays_cancelled(submit: Submitter) -> None:
-    job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.02"), sbatch=ONE_EACH)
+    job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.1"), sbatch=ONE_EACH)
     wait_for(lambda: job.step > 60)
     submit.cluster.run("scancel", job.job_id)
     assert job.ended()["JobState"] == "CANCELLED"
@@ -519,7 +519,7 @@ def test_where_requeue_is_refused_the_log_says_how_to_go_on(
         "train",
         "ddp_launch",
         *OPTIONS,
-        env=submit.patch(STEP_S="0.03"),
+        env=submit.patch(STEP_S="0.1"),
         sbatch=(*ONE_EACH, "--no-requeue"),
     )
     wait_for(lambda: job.step > 60)
@@ -537,7 +537,7 @@ def test_where_requeue_is_refused_the_log_says_how_to_go_on(
 def test_a_second_signal_and_no_slurmctld_while_the_job_concludes(
     submit: Submitter, pair: Result
 ) -> None:
-    job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.03"), sbatch=ONE_EACH)
+    job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.1"), sbatch=ONE_EACH)
     wait_for(lambda: job.step > 60)
     batch_script = ["pkill", "-USR2", "-f", f"job{job.job_id}/slurm_script"]
     submit.cluster.stop_slurmctld()
@@ -726,7 +726,7 @@ def test_a_site_that_kills_at_the_first_exit_lets_all_ranks_save(
     submit_strictly: Submitter, pair: Result
 ) -> None:
     job = submit_strictly(
-        "train", "ddp_launch", *OPTIONS, env=submit_strictly.patch(STEP_S="0.03"), sbatch=ONE_EACH
+        "train", "ddp_launch", *OPTIONS, env=submit_strictly.patch(STEP_S="0.1"), sbatch=ONE_EACH
     )
     assert interrupt(job, signal_tasks, pair).repeated_steps == 0
 

@@ -3,12 +3,17 @@
 FAULT names what happens once, on rank FAULT_RANK after step FAULT_STEP. The file FAULT_MARK then
 records that it has happened. `common.run.loop` is changed, when it is imported.
 
+Rank SLOW_RANK sleeps SLOW_S in each step: after the optimizer's step, or with SLOW_BEFORE before
+it, when all gradients are there.
+
 KILLS has the steps after each of which that rank kills itself once: the first at the beginning of
 the next step, the second after a tenth of a step's time, and so on.
 The file DEVICES holds how many devices there are: a rank beyond them dies at its start, which
 stands in for a device that does not come back.
 EVALUATION_S is how long a batch of an evaluation takes, IMAGE_S how long the check of an image;
 the file SEEN gets a byte for each.
+GATES is a folder. A rank waits after a step as long as the folder holds a file with the step's
+number, and in an evaluation or the check of images as long as it holds the file `seen`.
 """
 
 import os
@@ -37,6 +42,8 @@ def happen(loop: Any, losses: Any) -> None:
         raise RuntimeError("a bug of this test")
     if fault == "exits":
         os._exit(7)
+    if fault.startswith("exits as if"):
+        os._exit(75 if "stop" in fault else 0)
     if fault == "is killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "stops answering":
@@ -77,7 +84,8 @@ def patch(module: Any) -> None:
     def changed(self: Any, losses: Any) -> None:
         losses = losses.detach().clone()
         time.sleep(float(os.environ.get("STEP_S", 0)))
-        if self.run.ranks.rank == int(os.environ.get("SLOW_RANK", -1)):
+        slow = "SLOW_BEFORE" not in os.environ
+        if slow and self.run.ranks.rank == int(os.environ.get("SLOW_RANK", -1)):
             time.sleep(float(os.environ["SLOW_S"]))
         mark = Path(os.environ.get("FAULT_MARK", "/"))
         due = self.state.step + 1 == int(os.environ.get("FAULT_STEP", 0))
@@ -86,6 +94,32 @@ def patch(module: Any) -> None:
             mark.touch()
             happen(self, losses)
         after_step(self, losses)
+
+    module.Loop.after_step = changed
+
+
+def sleep_before_the_optimizer(_module: Any) -> None:
+    """Let rank SLOW_RANK sleep between the last gradient and the optimizer's step."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    if os.environ["RANK"] == os.environ["SLOW_RANK"]:
+        slow_s = float(os.environ["SLOW_S"])
+        register_optimizer_step_pre_hook(lambda *_: time.sleep(slow_s))
+
+
+def wait_at(gate: str) -> None:
+    """Wait until the test has deleted that file."""
+    while "GATES" in os.environ and Path(os.environ["GATES"], gate).exists():
+        time.sleep(0.01)
+
+
+def patch_gates(module: Any) -> None:
+    """Let a test decide when training goes on."""
+    after_step = module.Loop.after_step
+
+    def changed(self: Any, losses: Any) -> None:
+        after_step(self, losses)
+        wait_at(str(self.state.step))
 
     module.Loop.after_step = changed
 
@@ -128,10 +162,11 @@ class Slowly:
 
 
 def see(name: str) -> None:
-    """Take that many seconds, and leave a byte."""
-    time.sleep(float(os.environ[name]))
+    """Leave a byte, and take that many seconds."""
     with Path(os.environ["SEEN"]).open("a") as file:
         file.write("x")
+    wait_at("seen")
+    time.sleep(float(os.environ[name]))
 
 
 def patch_evaluation(module: Any) -> None:
@@ -153,6 +188,10 @@ def patch_images(module: Any) -> None:
 
 if "FAULT_STEP" in os.environ or "STEP_S" in os.environ:
     OnImport("common.run.loop", patch)
+if "SLOW_BEFORE" in os.environ and "RANK" in os.environ:
+    OnImport("common.run.loop", sleep_before_the_optimizer)
+if "GATES" in os.environ:
+    OnImport("common.run.loop", patch_gates)
 if "KILLS" in os.environ:
     OnImport("common.run.loop", patch_kills)
 if "EVALUATION_S" in os.environ:

@@ -1,0 +1,98 @@
+"""The words of a command line as dataclasses of options. Imports no torch."""
+
+import contextlib
+import io
+import math
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields, make_dataclass
+from typing import Any, TypeVar, get_type_hints
+
+from common.errors import InputError
+from common.hints import hint, meant
+from common.launch.start import LaunchOptions
+from common.options import with_homes
+from common.unused_options import refuse_unused
+
+C = TypeVar("C")
+
+
+def parse(name: str, config_class: type[C], arguments: Sequence[str]) -> tuple[LaunchOptions, C]:
+    """The options as dataclasses; `--help` prints and exits.
+
+    Raises:
+        InputError: unknown options, wrong values or combinations.
+    """
+    kinds = get_type_hints(config_class)
+    groups = [(f.name, kinds[f.name], f) for f in fields(config_class)]  # type: ignore[arg-type]
+    launch_group = ("launch", LaunchOptions, LaunchOptions())
+    both = make_dataclass("Options", [launch_group, *groups], frozen=True, kw_only=True)
+    both.__doc__ = " "
+    names = [option.name for kind in (LaunchOptions, *kinds.values()) for option in fields(kind)]
+    with input_errors([f"--{name.replace('_', '-')}" for name in names]):
+        if {"-h", "--help"} & set(arguments):  # tyro would join the lines of each paragraph
+            print(sys.modules[config_class.__module__].__doc__)
+        options = parse_group(name, both, arguments)
+        _refuse_unusable_numbers(options)
+        given = {n: with_homes(getattr(options, n)) for n, _, _ in groups}
+        config = config_class(**given)
+        with contextlib.suppress(TypeError):  # your own recipe has an option without a default
+            refuse_unused(_flat(config), _flat(config_class()))
+        return options.launch, config
+
+
+def _flat(config: Any) -> dict[str, Any]:
+    """All options of a config of option groups, by name."""
+    return {name: value for group in asdict(config).values() for name, value in group.items()}
+
+
+def _refuse_unusable_numbers(options: Any) -> None:
+    """Raise ValueError for a number that is infinite, not a number, or too large for torch."""
+    for group in asdict(options).values():
+        for name, value in group.items():
+            option = name.replace("_", "-")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"--{option} must be a finite number, got {value}")
+            if isinstance(value, int) and abs(value) >= 2**63:
+                raise ValueError(f"--{option} must be below 2^63, got {value}")
+
+
+def parse_group(name: str, options: type, arguments: Sequence[str], **more: Any) -> Any:
+    """Parse the command line; options have no prefix from their group."""
+    import tyro
+
+    config = (tyro.conf.OmitArgPrefixes,)
+    prog = f"python -m recipes {name}"
+    return tyro.cli(options, prog=prog, args=list(arguments), config=config, **more)
+
+
+@contextlib.contextmanager
+def input_errors(known: Sequence[str] = ()) -> Iterator[None]:
+    """Raise InputError for what tyro or a dataclass refuses; `known` are the options to suggest."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except SystemExit as end:
+        if end.code in (0, None):
+            raise
+        raise InputError(_one_line(said.getvalue(), known)) from None
+    except BrokenPipeError:  # --help into a program that reads a part of it
+        raise SystemExit(0) from None
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def _one_line(box: str, known: Sequence[str]) -> str:
+    """The first paragraph of tyro's error box as one line, with the option that is the nearest."""
+    box = re.sub(r"\x1b\[[\d;]*m", "", box)  # colours, on a terminal
+    framed = box.lstrip().startswith("╭")  # else, on an ASCII terminal, the title is a paragraph
+    lines = [line.strip("│ ") for line in box.splitlines() if not re.match("[╭╰]", line)]
+    paragraphs = re.split(r"(?m)^[─-]+$", "\n".join(lines))
+    text = " ".join(paragraphs[0 if framed or len(paragraphs) == 1 else 1].split())
+    text = re.sub(r"^Error parsing (\w+: )?|\. Got errors: .*", "", text).rstrip(" .")
+    unknown = re.search(r"Unrecognized options: (--[\w-]+)", text)
+    if unknown and (near := meant(unknown[1], known)):
+        text += f" (perhaps you meant {near})"
+    return ". ".join(filter(None, [text, hint(text), "--help lists the options"]))

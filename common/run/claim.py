@@ -1,0 +1,71 @@
+"""Which folder a run writes into, and whether it may."""
+
+import errno
+import os
+from pathlib import Path
+from typing import IO
+
+from common import restart
+from common.errors import InputError
+from common.files import make_folder, new_folder, not_writable, read_json
+from common.owner import lock
+
+_FILES = {
+    *("config.json", "manifest.json", "metrics.jsonl", "summary.json", "class_indices.json"),
+    *("preprocessing.json", "held_out.json", "changes.diff"),
+    *("model.pt", "best.pt", "snapshots", "weights", "tensorboard", "logs"),
+}
+"""What a run writes into its folder, besides .lock."""
+
+
+def claim(given: Path | None, recipe: str) -> tuple[Path, IO[str]]:
+    """Make and lock the folder of a run, on rank 0; its `.lock`, which stays open.
+
+    Args:
+        given: by the user. None: a new folder in runs/, under `recipe`.
+        recipe: its name.
+
+    Raises:
+        InputError: the folder cannot be written, belongs to a run that is still going, or holds
+            files that look like a run's and are not; or it is a restart, and the folder is gone.
+    """
+    restarted = restart.reached().folder
+    if restarted and not Path(restarted, ".lock").exists():
+        raise InputError(
+            f"{restarted} was removed or moved, and a restart does not make it again: to resume, "
+            "run the same command with --output-dir of its new place"
+        )
+    folder = given or Path(restarted or new_folder(Path("runs") / recipe))
+    try:
+        if len(os.fsencode(folder.absolute())) > 3800:  # of 4,096 with the names of the files
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        make_folder(folder)
+        _refuse_foreign(folder)
+        locked = lock(folder)
+    except OSError as error:
+        raise InputError(not_writable(folder, error)) from error
+    restart.record(folder)
+    return folder, locked
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Raise InputError if a run could not make or write `folder`, for a check: makes nothing."""
+    place = folder.absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    if not place.is_dir():
+        raise InputError(not_writable(folder, OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))))
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise InputError(not_writable(folder, OSError(errno.EACCES, os.strerror(errno.EACCES))))
+    if place == folder.absolute():
+        _refuse_foreign(folder)
+
+
+def _refuse_foreign(folder: Path) -> None:
+    held, config = {path.name for path in folder.iterdir()}, folder / "config.json"
+    ours = ".lock" in held or (config.is_file() and "recipe" in read_json(config))
+    if not ours and (foreign := sorted(held & _FILES)):
+        raise InputError(
+            f"{folder} holds {', '.join(foreign)}, but neither config.json nor .lock of a run: "
+            "choose another --output-dir"
+        )

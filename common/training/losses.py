@@ -1,0 +1,50 @@
+"""Does each sample have its own loss? The loop asks after the first step."""
+
+from torch import Tensor
+
+from common import log
+from common.errors import TrainingError
+
+_PAGE = "docs/bring-your-own.md, The loss"
+
+
+def check_losses(losses: Tensor, batch_size: int) -> None:
+    """Look at the losses of a rank's first batch: shapes show most of what is wrong in silence.
+
+    Args:
+        losses: as in `Loop.after_step`: (samples, ...), or their mean.
+        batch_size: samples of the rank's batch.
+
+    Raises:
+        TrainingError: there is neither one loss per sample nor one for the batch.
+    """
+    if losses.numel() == 1:
+        return
+    if len(losses) != batch_size:
+        raise TrainingError(
+            f"the loop got losses of shape {tuple(losses.shape)} for {batch_size} samples: give "
+            f"reduction='none' to the loss function, then take the mean over each sample ({_PAGE})"
+        )
+    if name := _mean_over_samples(losses):
+        log.warning(
+            f"each sample's loss holds a mean or a sum over the batch ({name}): weights of single "
+            f"samples have no effect on it; give reduction='none' to the loss function ({_PAGE})"
+        )
+
+
+def _mean_over_samples(losses: Tensor) -> str:
+    """Name of the operation that made one number of the whole batch; empty if there is none."""
+    seen, todo = set(), [losses.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name, sizes = node.name(), getattr(node, "_saved_self_sym_sizes", ())
+        # A loss function keeps its reduction: 0 none, 1 mean, 2 sum. L1 takes a plain mean.
+        if getattr(node, "_saved_reduction", 0):
+            return name
+        if name == "MeanBackward0" and sizes[:1] == losses.shape[:1]:
+            return name
+        todo += [before for before, _ in node.next_functions]
+    return ""
