@@ -226,9 +226,10 @@ def refuse_closed(option: str, *paths: Path) -> None:
 
 
 def files_below(option: str, folder: Path) -> Iterator[Path]:
-    """All files below a folder, without hidden folders.
+    """All files below a folder, and links to no file, without hidden folders.
 
-    A closed sub-folder is refused; Path.rglob would leave it out.
+    A closed sub-folder is refused; Path.rglob would leave it out. Pipes, sockets and devices are
+    left out: who opens a pipe waits for its writer.
     """
 
     def refuse(error: OSError) -> None:
@@ -237,4 +238,6 @@ def files_below(option: str, folder: Path) -> Iterator[Path]:
 
     for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(parent, name) for name in names)
+        for path in (os.path.join(parent, name) for name in names):
+            if os.path.isfile(path) or not os.path.exists(path):
+                yield Path(path)
