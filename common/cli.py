@@ -106,6 +106,8 @@ def run(
                 return STATUS_FINISHED
             with _folder_of_check():
                 return run(name, config_class, train, arguments, spawn, processes)
+        if not options.check:
+            os.environ.pop("RECIPES_CHECK", None)  # of a check that started this command
         if options.check:
             options = replace(options, restarts=0, shrink=False)
         if alone and (needed != 1 or options.restarts):

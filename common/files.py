@@ -238,6 +238,6 @@ def files_below(option: str, folder: Path) -> Iterator[Path]:
 
     for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for path in (os.path.join(parent, name) for name in names):
-            if os.path.isfile(path) or not os.path.exists(path):
-                yield Path(path)
+        for path in (Path(parent, name) for name in names):
+            if path.is_file() or not path.exists():
+                yield path

@@ -9,6 +9,7 @@ import fcntl
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -58,10 +59,7 @@ def lock(folder: Path, patience_s: float = 120.0) -> IO[str]:
         owner = file.read() or "another process"
         if owner.startswith(f"{here},") or time.monotonic() > deadline:
             file.close()
-            raise InputError(
-                f"{folder} belongs to a run that is still going ({owner}): wait for its end, or "
-                "choose another --output-dir"
-            )
+            raise _still_going(folder, owner)
         if not waits:
             log.info(f"{folder} belongs to {owner}: waiting up to {patience_s:.0f} s for its end")
         waits = True
@@ -73,6 +71,23 @@ def lock(folder: Path, patience_s: float = 120.0) -> IO[str]:
     file.write(f"{here}, process {os.getpid()}")
     file.flush()
     return file
+
+
+def refuse_owned(folder: Path) -> None:
+    """Raise InputError if another process owns `folder`; OSError if `.lock` is no such file."""
+    with suppress(FileNotFoundError), (folder / ".lock").open("r+", errors="replace") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise _still_going(folder, file.read() or "another process") from None
+
+
+def _still_going(folder: Path, owner: str) -> InputError:
+    return InputError(
+        f"{folder} belongs to a run that is still going ({owner}): wait for its end, or "
+        "choose another --output-dir"
+    )
 
 
 def own(folder: Path, locked: IO[str] | None = None) -> Path:

@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import fields
@@ -23,7 +25,8 @@ from common.data.image_folder import list_images
 from common.errors import InputError
 from common.launch.ranks import Ranks
 from common.options import given_path
-from common.snapshots.files import _find
+from common.run.claim import refuse_unwritable
+from common.snapshots.files import _find, list_snapshots
 from common.training.models import ModelOptions, build_model, load_matching
 from tests.conftest import ROOT, Recipe, need_root
 from tests.pool import Pool, call_main, in_group
@@ -260,7 +263,7 @@ def test_what_may_not_be_read_is_named_with_its_group() -> None:
             (nested, images),
             (weights, lambda: load_matching(model, weights)),
             (root, lambda: load_matching(model, weights)),
-            (root, lambda: _find(snapshot, Path("/nowhere"))),
+            (root, lambda: _find(snapshot, Path("/nowhere"), {})),
         ):
             mode = closed.stat().st_mode
             os.chown(closed, 0, 54321)
@@ -476,7 +479,17 @@ def test_a_check_of_two_ranks_ends_with_one_line_and_keeps_nothing(recipe: Recip
 
 def test_a_check_looks_at_the_run_that_would_go_on(recipe: Recipe) -> None:
     options = ("--nproc", "1", "--max-steps")
-    folder = recipe("ddp_launch", *options, "3").assert_ok().folder
+    made = recipe("ddp_launch", *options, "3", "--snapshot-every", "2").assert_ok()
+    folder = made.folder
+    newest = list_snapshots(folder / "snapshots")[0]
+    intact = newest.read_bytes()
+    newest.write_bytes(intact[:-1])
+    (newest.parent / "step_00000004.0123456789abcdef.tmp").write_bytes(b"a writer was killed")
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    less = recipe("ddp_launch", *options, "5", "--check").assert_ok()
+    assert "3 steps (14 per epoch) after step 2" in less.stdout
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    newest.write_bytes(intact)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     more = recipe("ddp_launch", *options, "5", "--check").assert_ok()
     assert "2 steps (14 per epoch) after step 3" in more.stdout
@@ -502,3 +515,34 @@ def test_unknown_recipes_and_nproc_where_there_are_ranks(recipe: Recipe) -> None
     result = recipe("ddp_launch", "--restarts", "4", env={"RANK": "0", "WORLD_SIZE": "1"})
     assert (result.status, len(result.errors)) == (2, 1)
     assert "torchrun started this process, and only a launcher can restart" in result.errors[0]
+
+
+def test_a_check_refuses_a_folder_that_a_run_could_not_own(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    refuse_unwritable(run)
+    assert not list(run.iterdir())
+    text = "import sys, pathlib; from common.owner import lock; f = lock(pathlib.Path(sys.argv[1]))"
+    command = [sys.executable, "-c", f"{text}; print(1, flush=True); input()", run]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+    ) as owner:
+        assert owner.stdout
+        owner.stdout.readline()
+        with pytest.raises(InputError, match=f"still going .*process {owner.pid}"):
+            refuse_unwritable(run)
+        owner.communicate(b"\n", timeout=60)
+    refuse_unwritable(run)
+    (run / ".lock").unlink()
+    (run / ".lock").mkdir()
+    with pytest.raises(InputError, match="Is a directory"):
+        refuse_unwritable(run)
+    for unlikely in ("n" * 256, f"{'n' * 250}/" * 16):
+        with pytest.raises(InputError, match="File name too long"):
+            refuse_unwritable(tmp_path / unlikely)
+
+
+def test_a_run_that_a_check_started_is_no_check(recipe: Recipe, tmp_path: Path) -> None:
+    env = {"RECIPES_CHECK": str(tmp_path)}
+    done = recipe("ddp_launch", "--nproc", "1", "--max-steps", "1", env=env).assert_ok()
+    assert (done.folder / "model.pt").exists()

@@ -107,7 +107,7 @@ def images_and_others(folder: Path) -> tuple[list[Path], list[Path]]:
     files = sorted(p for p in files_below("--data-path", folder) if _is_data(p, folder))
     images = [path for path in files if is_image(path)]
     for path in images:
-        if not os.path.exists(path):
+        if not path.exists():
             raise InputError(
                 f"{path} is a link to {path.readlink()}, which does not exist: get the file (git "
                 "annex get, dvc pull), or remove the link"

@@ -8,7 +8,7 @@ from typing import IO
 from common import restart
 from common.errors import InputError
 from common.files import make_folder, new_folder, not_writable, read_json
-from common.owner import lock
+from common.owner import lock, refuse_owned
 
 _FILES = {
     *("config.json", "manifest.json", "metrics.jsonl", "summary.json", "class_indices.json"),
@@ -37,8 +37,7 @@ def claim(given: Path | None, recipe: str) -> tuple[Path, IO[str]]:
         )
     folder = given or Path(restarted or new_folder(Path("runs") / recipe))
     try:
-        if len(os.fsencode(folder.absolute())) > 3800:  # of 4,096 with the names of the files
-            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        _refuse_long(folder)
         make_folder(folder)
         _refuse_foreign(folder)
         locked = lock(folder)
@@ -49,16 +48,35 @@ def claim(given: Path | None, recipe: str) -> tuple[Path, IO[str]]:
 
 
 def refuse_unwritable(folder: Path) -> None:
-    """Raise InputError if a run could not make or write `folder`, for a check: makes nothing."""
+    """For a check: raise InputError if a run could not make, own or write `folder`."""
     place = folder.absolute()
-    while not os.path.lexists(place):
-        place = place.parent
-    if not place.is_dir():
-        raise InputError(not_writable(folder, OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))))
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise InputError(not_writable(folder, OSError(errno.EACCES, os.strerror(errno.EACCES))))
-    if place == folder.absolute():
-        _refuse_foreign(folder)
+    try:
+        _refuse_long(folder)
+        while not _there(place):
+            place = place.parent
+        if not place.is_dir():
+            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        if place == folder.absolute():
+            _refuse_foreign(folder)
+            refuse_owned(folder)
+    except OSError as error:
+        raise InputError(not_writable(folder, error)) from error
+
+
+def _refuse_long(folder: Path) -> None:
+    if len(os.fsencode(folder.absolute())) > 3800:  # of 4,096 with the names of the files
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+
+
+def _there(path: Path) -> bool:
+    """Whether a path exists, even as a link to nothing. OSError: it cannot exist."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _refuse_foreign(folder: Path) -> None:

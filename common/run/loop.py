@@ -87,7 +87,8 @@ class Loop:
         where = run.options.resume
         if where == "never" and restart.reached().step:  # the run began, as it should
             where = "auto"
-        found = snapshot_files.find(where, run.before / "snapshots", self._identity)
+        folder, look = run.before / "snapshots", folder_of_check() is not None
+        found = snapshot_files.find(where, folder, self._identity, only_look=look)
         if run.finished(self.last_step, self.data, can_resume=found is not None):
             return False
         seed_everything(seed, run.ranks.rank)  # from here on each rank draws its own dropout

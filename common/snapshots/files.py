@@ -7,6 +7,7 @@ written last, and names the file of each rank, `step_00000120.rank_00003.<checks
 
 import hashlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -88,29 +89,39 @@ def unlike(path: Path | str, what: str) -> str:
     )
 
 
-def find(resume: str | Path, folder: Path, identity: Options) -> dict[str, Any] | None:
+def find(
+    resume: str | Path, folder: Path, identity: Options, *, only_look: bool = False
+) -> dict[str, Any] | None:
     """The snapshot to resume from, the same on every rank; None to begin at the start.
+
+    Unsound snapshots are renamed, and what an interrupted writer left is removed.
 
     Args:
         resume: "auto" for the newest intact snapshot in `folder`, "never", or a file.
         folder: of the run's snapshots.
         identity: what must be the same in the snapshot.
+        only_look: change nothing in `folder`.
 
     Raises:
         InputError: the named file, or every snapshot in the folder, is damaged; the snapshot is of
             another run; or "never" with a folder that holds snapshots.
     """
     refuse_unlike_rank_0(identity, "this rank trains on other data than rank 0")
+    unsound: dict[Path, str] = {}
     while True:
         found = None
         with agreed():
-            if dist.get_rank() == 0 and (found := _find(resume, folder)):
+            if dist.get_rank() == 0 and (found := _find(resume, folder, unsound)):
                 refuse_another_run(found["identity"], identity, f"snapshot {found['file']}")
         found = broadcast(found)
         if not found or not (fault := _first_fault(found["shards"])):
-            return found
+            break
         with agreed():
-            _set_aside(Path(found["file"]), folder, fault)
+            _set_aside(Path(found["file"]), folder, fault, unsound)
+    with agreed():
+        if dist.get_rank() == 0 and not only_look:
+            _tidy(folder, unsound)
+    return found
 
 
 def _first_fault(shards: list[str]) -> str:
@@ -124,16 +135,28 @@ def _first_fault(shards: list[str]) -> str:
     return next(filter(None, gather(fault)), "") if shards else ""
 
 
-def _set_aside(path: Path, folder: Path, fault: str) -> None:
-    """Rename a snapshot of this run whose shards cannot be used; raise if it is of another."""
+def _set_aside(path: Path, folder: Path, fault: str, unsound: dict[Path, str]) -> None:
+    """Add a snapshot of this run whose shards cannot be used; raise if it is of another."""
     if path.parent != folder:
         raise UnsoundError(f"{fault}: {path} cannot be used")
     if dist.get_rank() == 0:
         log.warning(f"{fault}; trying the snapshot before")
+        unsound[path] = fault
+
+
+def _tidy(folder: Path, unsound: Iterable[Path]) -> None:
+    """Rename unsound snapshots, and remove what an interrupted writer left."""
+    refuse_lost(folder)
+    for path in unsound:  # so that they do not count as snapshots to keep
         path.rename(path.with_suffix(".unsound"))
+    complete = {path.name[:13] for path in (*list_snapshots(folder), *folder.glob("*.unsound"))}
+    for left in (*folder.glob("step_????????.*.tmp"), *folder.glob("step_????????.*.shard")):
+        if left.suffix == ".tmp" or left.name[:13] not in complete:
+            left.unlink(missing_ok=True)
 
 
-def _find(resume: str | Path, folder: Path) -> dict[str, Any] | None:
+def _find(resume: str | Path, folder: Path, unsound: dict[Path, str]) -> dict[str, Any] | None:
+    """The newest snapshot that can be read; each that cannot is added to `unsound`, with why."""
     candidates = list_snapshots(folder)
     if resume == "never":
         if candidates:
@@ -152,28 +175,22 @@ def _find(resume: str | Path, folder: Path) -> dict[str, Any] | None:
                 "it, choose another --output-dir"
             )
         log.info(f"--resume {resume} is ignored: {folder} already holds snapshots")
-    refuse_lost(folder)
-    complete = {path.name[:13] for path in (*candidates, *folder.glob("*.unsound"))}
-    for left in (*folder.glob("step_????????.*.tmp"), *folder.glob("step_????????.*.shard")):
-        if left.suffix == ".tmp" or left.name[:13] not in complete:  # its writing was interrupted
-            left.unlink(missing_ok=True)
-    unsound: list[Path] = []
-    why = ""
     for path in candidates:
+        if path in unsound:
+            continue
         try:
             found = read(path)
             _refuse_other_metrics(found, path, folder.parent / "metrics.jsonl")
         except UnsoundError as error:
-            unsound, why = [*unsound, path], why or str(error)
+            unsound[path] = str(error)
             log.warning(f"{error}; trying the snapshot before")
         else:
-            for other in unsound:  # so that they do not count as snapshots to keep
-                other.rename(other.with_suffix(".unsound"))
             return found
-    if unsound or (unsound := list(folder.glob("*.unsound"))):
+    if count := len(unsound) or len(list(folder.glob("*.unsound"))):
         raise InputError(
-            f"none of the {len(unsound)} snapshots in {folder} can be used ({why or 'damaged'}): "
-            "to begin at the start, choose another --output-dir"
+            f"none of the {count} snapshots in {folder} can be used "
+            f"({next(iter(unsound.values()), 'damaged')}): to begin at the start, choose another "
+            "--output-dir"
         )
     return None
 
