@@ -523,7 +523,7 @@ def test_a_check_refuses_a_folder_that_a_run_could_not_own(tmp_path: Path) -> No
     refuse_unwritable(run)
     assert not list(run.iterdir())
     text = "import sys, pathlib; from common.owner import lock; f = lock(pathlib.Path(sys.argv[1]))"
-    command = [sys.executable, "-c", f"{text}; print(1, flush=True); input()", run]
+    command = [sys.executable, "-c", f"{text}; print(1, flush=True); input()", str(run)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
     ) as owner:
