@@ -34,7 +34,7 @@ def a_run(folder: Path, recipe: str, config: Any, model: torch.nn.Module) -> Pat
     """The folder of a finished run, as far as the commands read it."""
     save_weights(model.state_dict(), folder / "model.pt")
     sha = weights_sha256(model.state_dict())
-    contents: dict[str, dict[str, Any]] = {
+    contents: dict[str, dict[Any, Any]] = {
         "config": {"recipe": recipe, **flatten(config), "norm": "group", "stem": "small"},
         "preprocessing": {
             "channels": 1,
@@ -44,6 +44,7 @@ def a_run(folder: Path, recipe: str, config: Any, model: torch.nn.Module) -> Pat
             "std": [0.4],
             "classes": list("abcdefghij"),
         },
+        "class_indices": dict(enumerate("abcdefghij")),
         "summary": {
             "recipe": recipe,
             "val_loss": 1.0,

@@ -399,6 +399,7 @@ def test_names_are_readable_in_the_c_locale(
     seen = json.loads((run / "preprocessing.json").read_text())
     seen["classes"] = ["rosé", "łąka", "玫瑰"]
     (run / "preprocessing.json").write_text(json.dumps(seen))
+    (run / "class_indices.json").write_text(json.dumps(dict(enumerate(seen["classes"]))))
     env = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     command = [sys.executable, "-m", "recipes", "predict", str(run), str(file)]
     environment = {**clean_env(), **env}
