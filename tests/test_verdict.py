@@ -253,7 +253,7 @@ def test_what_a_rank_forked_ends_with_it(recipe: Recipe) -> None:
         except OSError:
             return True
 
-    wait_for(gone, 10)
+    wait_for(gone)
 
 
 STEPS_THAT_ALLOCATE = """

@@ -267,7 +267,7 @@ def hang(ranks: Ranks, logs: Path, *, keep_gil: bool) -> str:
             return place in found
 
         try:
-            wait_for(named, 30)
+            wait_for(named)
         finally:
             os.write(released, b"!")
         work.wait()
@@ -314,7 +314,7 @@ def hang_in_pairs(ranks: Ranks, logs: Path) -> str:
         return [calls[0].get("ranks") for calls in waiting] == [[0, 2], [1, 3], [2, 3]]
 
     if ranks.rank == 3:
-        wait_for(settled, 30)
+        wait_for(settled)
         late = verdict.verdict(logs)
         assert late
         found = f"{late.who} {late.says}"
@@ -337,7 +337,7 @@ def ask(ranks: Ranks, logs: Path) -> dict[str, Any]:
     record.Watch(logs, ranks.rank, {"world_size": 1}, 60.0, lambda: next(steps))
     os.kill(os.getpid(), signal.SIGQUIT)
 
-    wait_for(lambda: "stack" in verdict.read(logs, 0), 30)
+    wait_for(lambda: "stack" in verdict.read(logs, 0))
     found = verdict.read(logs, 0)
     record.stop()
     return found

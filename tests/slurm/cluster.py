@@ -104,7 +104,7 @@ class Cluster:
             self.start_slurmctld()
             for node in NODES:
                 self.power_on(node)
-            wait_for(lambda: self._idle() == len(NODES), 60, 0.1)
+            wait_for(lambda: self._idle() == len(NODES), every_s=0.1)
         except BaseException:
             self.close()
             raise
@@ -187,7 +187,7 @@ class Cluster:
             folder / "seed",
         ]
         self._daemons.append(self._popen(command, "munged"))
-        wait_for(socket.exists, 10)
+        wait_for(socket.exists)
 
     def network(self, host: str) -> str:
         """The file of a host's network namespace."""

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT, Recipe, Result, make_run, need, wait_for
+from tests.pool import PATIENCE_S
 from tests.slurm.cluster import Cluster
 from tests.test_data import flowers
 
@@ -1156,7 +1157,7 @@ def test_a_held_job_outlives_ctrl_c_and_says_that_its_repository_was_moved(
     time.sleep(1)  # between submission and following
     follower.send_signal(signal.SIGINT)
     try:
-        said, errors = follower.communicate(timeout=20)
+        said, errors = follower.communicate(timeout=PATIENCE_S)
     finally:
         follower.kill()
     (job,) = submitted(submit, said)
