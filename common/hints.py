@@ -129,8 +129,8 @@ _TABLE = {
     r"Permission denied|Read-only file system": (
         "choose an --output-dir that you may write, and a --data-path that you may read"
     ),
-    r"No route to host|Network is unreachable|unable to find (network )?interface|"
-    r"ncclSystemError": (
+    r"No route to host|Network is unreachable|ncclSystemError|"
+    r"unable to find ((network )?interface|address for)": (
         "choose the interface that leads to the other hosts: GLOO_SOCKET_IFNAME, "
         "NCCL_SOCKET_IFNAME (make doctor lists the interfaces)"
     ),

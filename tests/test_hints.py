@@ -81,6 +81,7 @@ MESSAGES = [
         "interface for: [10.1.2.3]",
         "GLOO_SOCKET_IFNAME",
     ),
+    ("RuntimeError: Unable to find address for: eth7", "GLOO_SOCKET_IFNAME"),
     (
         "RuntimeError: Expected to have finished reduction in the prior iteration before starting",
         "took no part in the loss",
