@@ -102,8 +102,8 @@ def of_images(**options: Any) -> Iterator[Tensor]:
 def of_text() -> Iterator[Tensor]:
     tokens = torch.zeros(2, 16, dtype=torch.int64, device=GPU)
     model = to(Transformer(TransformerOptions(), 256, recompute=True), GPU)
-    nothing = Samples([], [], seed=0)
-    text = Text(Data(nothing, nothing, ""), bytes_per_character=1.0, bigram_bits=8.0)
+    samples = Samples([0], [0], seed=0)
+    text = Text(Data(samples, samples, "zero"), bytes_per_character=1.0, bigram_bits=8.0)
     yield from text.score(model, (tokens, tokens)).values()
 
 

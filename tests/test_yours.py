@@ -412,6 +412,18 @@ def test_bytes_are_images_only_if_the_data_say_how_they_are_normalised() -> None
         assert images.unique().item() == (1 if mean else 255)
 
 
+def test_data_without_samples_or_without_a_fingerprint_are_refused() -> None:
+    some, none = Samples([0], [0], 0), Samples([0], [], 0)
+    for train, val, fingerprint, says in (
+        (none, some, "x", "no samples in Data.train"),
+        (some, none, "x", "no samples in Data.val"),
+        (some, some, "", "Data.fingerprint is ''"),
+        (some, some, 7, "Data.fingerprint is 7"),
+    ):
+        with pytest.raises(InputError, match=says):
+            Data(train, val, fingerprint)  # type: ignore[arg-type] # as an untyped recipe does
+
+
 def test_masks_that_are_bytes_stay_as_they_are() -> None:
     image, mask = torch.full((3, 3, 4, 4), 255, dtype=torch.uint8), torch.ones(3, 3, 4, 4).byte()
     prepare = DeviceBatches([], CPU, torch.float64, (0.5,) * 3, (0.5,) * 3).prepare

@@ -80,7 +80,7 @@ class DataOptions(LoaderOptions):
 
 @dataclass(frozen=True)
 class Data:
-    """A data set, ready to train on."""
+    """A data set, ready to train on. InputError: a part is empty, or nothing tells data apart."""
 
     train: Samples
     val: Samples
@@ -98,6 +98,18 @@ class Data:
     """An image's shorter side, or both, before its middle is cut out [px]; empty: no images."""
     held_out: Sequence[str] = ()
     """imagefolder: the files to validate on, by their path in the folder."""
+
+    def __post_init__(self) -> None:
+        for part, samples in (("train", self.train), ("val", self.val)):
+            if not len(samples):
+                raise InputError(
+                    f"the data set has no samples in Data.{part}: give it at least one"
+                )
+        if not isinstance(self.fingerprint, str) or not self.fingerprint:
+            raise InputError(
+                f"Data.fingerprint is {self.fingerprint!r}: give a text that changes with the data "
+                "(docs/bring-your-own.md)"
+            )
 
     @property
     def shape(self) -> tuple[int, int, int]:
