@@ -5,7 +5,11 @@ import os
 import re
 import shutil
 import subprocess
+import threading
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ import torch
 
 from common.errors import TrainingError
 from common.files import save_weights, write_bytes, write_json
+from common.run.curves import Curves
 from recipes.fsdp.parallel import whole_model
 from tests.conftest import Recipe, need, need_root, small_disk
 from tests.pool import Pool, in_group
@@ -88,6 +93,18 @@ def test_a_disk_that_is_full_when_a_run_begins_is_named(recipe: Recipe) -> None:
         assert re.search(says, result.errors[0])
         assert "Traceback" not in result.stderr
         assert not list(result.folder.glob("*.tmp"))
+
+
+def test_curves_on_a_full_disk_fail_where_they_are_written(tmp_path: Path) -> None:
+    """Not in a thread of a library, whose traceback would reach the terminal."""
+    threads = threading.active_count()
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        curves, point = Curves(disk, 0), {"loss": 1.0}
+        with pytest.raises(OSError, match="No space left"):
+            deque(map(curves.add, range(10_000), repeat(point)), maxlen=0)
+        with suppress(OSError):
+            curves.close()
+        assert threading.active_count() == threads
 
 
 def test_best_pt_that_cannot_be_written_is_named(pool: Pool, stopped: Path, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from common.manifest import continued, describe_run
 from common.owner import mark, own
 from common.run.check import folder_of_check
 from common.run.claim import claim, refuse_unwritable
+from common.run.curves import Curves
 from common.run.options import MAY_DIFFER_BY_HOST, RunOptions, flatten
 from common.snapshots.state import TrainingState
 from common.terminal import show_table
@@ -92,7 +93,7 @@ class Run:
         log.info(f"output_dir: {self.folder}")
         self._metrics: Any = None
         self._metrics_hash = hashlib.sha256()
-        self._tensorboard: Any = None
+        self._curves: Curves | None = None
 
     def resolve(self, **options: Any) -> None:
         """Record what an `auto` was resolved to, in config.json and in the run's identity."""
@@ -172,12 +173,8 @@ class Run:
                     self._metrics.seek(0)
                     self._metrics_hash.update(self._metrics.read())
                 mark("metrics.jsonl", os.fstat(self._metrics.fileno()))
-                from torch.utils.tensorboard import SummaryWriter
-
-                try:  # it opens its file again for every write
-                    self._tensorboard = SummaryWriter(
-                        str(self._here / "tensorboard"), purge_step=state.step + 1
-                    )
+                try:
+                    self._curves = Curves(self._here / "tensorboard", state.step)
                 except OSError as error:
                     log.warning(f"no curves for TensorBoard: {error.strerror}")
 
@@ -218,11 +215,18 @@ class Run:
     def curves(self, step: int, **values: float) -> None:
         """Add scalars to TensorBoard, on rank 0."""
         try:
-            for name, value in values.items() if self._tensorboard else ():
-                self._tensorboard.add_scalar(_IN_TENSORBOARD.get(name, name), value, step)
+            if self._curves:
+                named = {_IN_TENSORBOARD.get(name, name): value for name, value in values.items()}
+                self._curves.add(step, named)
         except OSError as error:
-            log.warning(f"no more curves for TensorBoard: {error}")
-            self._tensorboard = None
+            log.warning(f"no more curves for TensorBoard: {error.strerror}")
+            self._close_curves()
+
+    def _close_curves(self) -> None:
+        with suppress(OSError):
+            if self._curves:
+                self._curves.close()
+        self._curves = None
 
     def metrics_so_far(self) -> tuple[int, str]:
         """Length and SHA-256 of metrics.jsonl, which is now on the disk; 0 on other ranks."""
@@ -247,9 +251,7 @@ class Run:
             "weights_sha256": weights_sha256(weights),
         }
         write_json(self.folder / "summary.json", content)
-        with suppress(OSError):
-            if self._tensorboard:
-                self._tensorboard.close()
+        self._close_curves()
         self._metrics.close()
         if self._lock:
             self._lock.close()
