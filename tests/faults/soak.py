@@ -49,6 +49,7 @@ from common.terminal import progress_bar
 from common.training.ddp import ParallelOptions
 from common.training.optimizer import OptimizerOptions
 from recipes.ddp_launch.train import Config, train
+from tests.pool import PATIENCE_S
 
 RESULT = Path(__file__).parent / "results" / "soak.json"
 WORLDS = (2, 3)
@@ -57,7 +58,6 @@ DEVICES = (4, 2, 1)
 """Devices that are there, one after another, when ranks restart. The first number is V, too."""
 EPOCHS = 2
 STEPS = 28
-PATIENCE_S = 60
 GRACE_S = 2
 _INTERRUPTED = {0, 1, 75, -signal.SIGKILL, -signal.SIGTERM}
 """Statuses after an interruption; a rank without a handler yet ends of SIGTERM itself."""

@@ -21,6 +21,7 @@ from typing import Any
 
 from common.launch.process import end_with_parent
 from tests.conftest import ROOT, clean_env, wait_for
+from tests.pool import PATIENCE_S
 
 NODES = ("n1", "n2", "n3", "n4")
 HEAD = "head"  # where slurmctld runs and users log in
@@ -299,7 +300,7 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
         check: bool = True,
-        timeout_s: float = 120,
+        timeout_s: float = PATIENCE_S,
     ) -> "subprocess.CompletedProcess[str]":
         """Run a command on the head node to its end."""
         process = self.start(*command, env=env, cwd=cwd)

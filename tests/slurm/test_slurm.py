@@ -90,7 +90,7 @@ class Job:
     def snapshots(self) -> list[int]:
         return sorted(int(path.name[5:13]) for path in (self.run / "snapshots").glob("step_*.pt"))
 
-    def ended(self, timeout_s: float = 120) -> dict[str, str]:
+    def ended(self, timeout_s: float = PATIENCE_S) -> dict[str, str]:
         """Wait until Slurm has nothing more to do for the job."""
 
         def done() -> dict[str, str] | None:
@@ -307,7 +307,7 @@ class Interrupted:
 
 
 def interrupt(
-    job: Job, how: Callable[[Cluster, Job], None], reference: Result, timeout_s: float = 180
+    job: Job, how: Callable[[Cluster, Job], None], reference: Result, timeout_s: float = PATIENCE_S
 ) -> Interrupted:
     """Interrupt a job between two snapshots, and wait for its end with no further hand."""
     wait_for(lambda: job.step >= 65)
@@ -493,7 +493,7 @@ def test_a_real_time_limit(submit: Submitter, reference: Result) -> None:
         env=submit.patch(STEP_S="0.6"),
         sbatch=(*TWO_BY_TWO, "--time=2", "--signal=USR2@20"),
     )
-    info = job.ended(280)
+    info = job.ended()
     assert job.result.assert_ok().sha == reference.sha
     assert int(info["Restarts"]) >= 1
     # Every restart goes on where a start stopped, or finds the end: nothing was done again.
@@ -576,7 +576,7 @@ def test_restarts_without_progress_end(submit: Submitter) -> None:
 
 def test_a_failing_rank_ends_the_job_and_is_named(submit: Submitter) -> None:
     job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(FAIL_AT="5"))
-    info = job.ended(60)
+    info = job.ended()
     assert (info["JobState"], info["ExitCode"], info["Restarts"]) == ("FAILED", "1:0", "0")
     assert re.search(r"(?m)^error: rank 3 on n2: a bug of this test$", job.said)
 
@@ -614,7 +614,7 @@ WRONG = {
 def test_wrong_at_the_start(submit: Submitter, what: str) -> None:
     arguments, env, sbatch, expected = WRONG[what]
     job = submit("train", *arguments, env=env, sbatch=("--nodes=2", "--ntasks-per-node=2", *sbatch))
-    info = job.ended(60)
+    info = job.ended()
     assert (info["JobState"], info["ExitCode"], info["Restarts"]) == ("FAILED", "2:0", "0"), (
         job.said
     )
@@ -635,7 +635,7 @@ WRONG_FOR_TORCHRUN = {
 def test_wrong_at_the_start_of_torchrun(submit: Submitter, what: str) -> None:
     arguments, _, sbatch, expected = WRONG_FOR_TORCHRUN[what]
     job = submit("torchrun", *arguments, sbatch=sbatch)
-    assert job.ended(60)["ExitCode"] == "2:0"
+    assert job.ended()["ExitCode"] == "2:0"
     (error,) = re.findall("(?m)^error: .*$", job.said)
     assert expected in error
 
@@ -761,7 +761,7 @@ def test_a_rank_that_alone_cannot_begin_is_named_once(submit: Submitter) -> None
             f"srun bash -c '{one}' {sys.executable}\nsrun {sys.executable} -m recipes ddp_lunch"
         )
     )
-    job.ended(60)
+    job.ended()
     alone, alike = re.findall("(?m)^error: .*$", job.said)
     assert re.match(r"error: rank 3 on n2: .*--lr", alone)
     assert alike == "error: no recipe 'ddp_lunch': did you mean ddp_launch?"
@@ -1122,7 +1122,7 @@ def test_a_job_that_submits_a_sweep_from_python(submit: Submitter) -> None:
         env={"RUNS": str(submit.folder), **LEAKED},
         sbatch=("--array=7", "--gpus-per-node=1", "--mem=100"),
     )
-    assert driver.ended(200)["ExitCode"] == "0:0", driver.said
+    assert driver.ended()["ExitCode"] == "0:0", driver.said
     runs = sorted((submit.folder / "ddp_launch").glob("slurm-*"))
     told = dict(re.findall(r"(?m)^(\d+_\d) (0\.\d+)$", driver.said))
     assert len(told) == 3
