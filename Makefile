@@ -71,6 +71,8 @@ evaluate: need-run $(INSTALLED) ## Evaluate a finished run again, or on other ph
 new: ## Begin a recipe of your own, as a copy of ddp_launch: make new RECIPE=NAME (docs/bring-your-own.md)
 	@expr "$(RECIPE)" : '[a-z][a-z0-9_]*$$' >/dev/null || \
 		{ echo "error: RECIPE=$(RECIPE) is no name: give small letters, digits and _" >&2; exit 2; }
+	@test ! -e tools/$(RECIPE).py && python3 -c 'import keyword; exit(keyword.iskeyword("$(RECIPE)"))' || \
+		{ echo "error: RECIPE=$(RECIPE) is a tool of this project or a word of Python: give another" >&2; exit 2; }
 	@mkdir recipes/$(RECIPE) 2>/dev/null || { echo "error: recipes/$(RECIPE) exists: give another RECIPE" >&2; exit 2; }
 	@for file in __init__ train; do \
 		sed 's/ddp_launch/$(RECIPE)/g' recipes/ddp_launch/$$file.py >recipes/$(RECIPE)/$$file.py; done

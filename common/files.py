@@ -172,14 +172,19 @@ def make_folder(folder: Path) -> None:
     Raises:
         InputError: it cannot be made, or is the root of the file system.
     """
-    if os.path.realpath(folder) == "/":
-        raise InputError(
-            f"--output-dir {folder} is the root of the file system: choose a folder of its own"
-        )
+    refuse_root(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(not_writable(folder, error)) from error
+
+
+def refuse_root(folder: Path) -> None:
+    """Raise InputError if an --output-dir is the root of the file system."""
+    if os.path.realpath(folder) == "/":
+        raise InputError(
+            f"--output-dir {folder} is the root of the file system: choose a folder of its own"
+        )
 
 
 def not_writable(folder: Path, error: OSError) -> str:

@@ -26,6 +26,12 @@ def _unused(values: Mapping[str, Any]) -> dict[str, str]:
         found["data_path"] = f"--data {data} reads no folder: {other}, or leave it out"
         if not values.get("weights"):
             found["download"] = f"--data {data} needs no download: leave it out"
+    photos = data == "imagefolder" and values["data_path"].name != "flower_photos"
+    if photos and not values.get("weights"):
+        found["download"] = (
+            "it gets the flower photos, if --data-path ends in flower_photos, or the file of "
+            "--weights: leave it out"
+        )
     if data != "imagefolder":
         found["verify_images"] = "only --data imagefolder has image files: leave it out"
     if model == "convnet":

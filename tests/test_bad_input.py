@@ -68,6 +68,11 @@ def assert_refused(pool: Pool, says: str, *options: str | Path, name: str = "ddp
         ("--global-batch-size 96 --batch-size-per-rank 48", "not both"),
         ("--data imagefolder", "needs --data-path"),
         ("--data-path photos --model resnet18", "--data-path has no effect: .*--data imagefolder"),
+        ("--compare-rounds 5", "--compare-rounds has no effect without --compare"),
+        (
+            "--data imagefolder --data-path photos --download",
+            "--download has no effect: it gets the flower photos, if",
+        ),
         ("--download", "--download has no effect: --data digits needs no download"),
         ("--no-verify-images", "--verify-images has no effect: only --data imagefolder"),
         ("--stem large", "--stem has no effect: only ResNets"),
@@ -245,6 +250,8 @@ def test_what_may_not_be_read_is_named_with_its_group() -> None:
         shutil.copy(next((photos / "tulip").glob("*.jpg")), nested / "more.jpg")
         model = build_model(ModelOptions(), channels=1, classes=10)
         snapshot = root / "step_00000001.0123456789abcdef.pt"
+        runs = root / "snapshots"
+        runs.mkdir()
 
         def images() -> None:
             _, files, _, _ = list_images(photos, seed=0)
@@ -260,6 +267,7 @@ def test_what_may_not_be_read_is_named_with_its_group() -> None:
             (weights, lambda: load_matching(model, weights)),
             (root, lambda: load_matching(model, weights)),
             (root, lambda: _find(snapshot, Path("/nowhere"), {})),
+            (runs, lambda: _find("auto", runs, {})),
         ):
             mode = closed.stat().st_mode
             os.chown(closed, 0, 54321)
@@ -268,8 +276,9 @@ def test_what_may_not_be_read_is_named_with_its_group() -> None:
                 read()
             closed.chmod(mode)
             assert re.search(
-                rf"^--(data-path|weights|resume) {root}/.*cannot be read: {closed} belongs to "
-                r"user 0, group 54321, and you are user 12345: .*give --group-add 54321$",
+                rf"^--(data-path|weights|resume|output-dir) {root}/.*cannot be read: {closed} "
+                r"belongs to user 0, group 54321, and you are user 12345: .*give "
+                r"--group-add 54321$",
                 str(refused.value),
             )
 
@@ -520,9 +529,11 @@ def test_a_check_refuses_a_folder_that_a_run_could_not_own(tmp_path: Path) -> No
             refuse_unwritable(run)
         owner.communicate(b"\n", timeout=60)
     refuse_unwritable(run)
+    with pytest.raises(InputError, match="root of the file system"):
+        refuse_unwritable(Path("/"))
     (run / ".lock").unlink()
     (run / ".lock").mkdir()
-    with pytest.raises(InputError, match="Is a directory"):
+    with pytest.raises(InputError, match=r"\.lock is no file: move it away"):
         refuse_unwritable(run)
     for unlikely in ("n" * 256, f"{'n' * 250}/" * 16):
         with pytest.raises(InputError, match="File name too long"):

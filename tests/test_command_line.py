@@ -350,6 +350,20 @@ def children(parent: int) -> list[int]:
     return [int(pid) for pid in text.split()]
 
 
+def test_ctrl_c_while_spawned_ranks_import_torch_shows_no_traceback(recipe: Recipe) -> None:
+    process = recipe.start(*recipe.command("ddp_spawn", "--nproc", "2"))
+
+    def importing() -> bool:
+        spawned = [Path(f"/proc/{pid}") for pid in children(process.pid)]
+        spawned = [p for p in spawned if b"spawn_main" in (p / "cmdline").read_bytes()]
+        return any("libtorch_cpu" in (path / "maps").read_text() for path in spawned)
+
+    wait_for(importing, every_s=0.001)  # of the second that it takes, this is the beginning
+    os.killpg(process.pid, signal.SIGINT)
+    result = recipe.finish(process, recipe.tmp_path / "run")
+    assert (result.status, "Traceback" in result.stderr) == (130, False), result.stderr
+
+
 def ranks_of(parent: int) -> dict[int, int]:
     """Rank to process id of the ranks below a process, for launchers that set RANK."""
     found: dict[int, int] = {}

@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -353,7 +354,7 @@ def test_few_open_files_are_refused_at_once(recipe: Recipe) -> None:
 def test_metrics_that_cannot_be_written_are_named() -> None:
     run = Run.__new__(Run)
     run.ranks = Ranks()
-    run.folder = Path("/dev")
+    run.folder, run._metrics_bytes = Path("/dev"), 0
     says = r"cannot write /dev/metrics.jsonl \(No space left on device\): make room, then"
     with (
         Path("/dev/full").open("ab", buffering=0) as run._metrics,
@@ -399,6 +400,94 @@ def test_two_commands_at_random_distances_in_one_folder(recipe: Recipe) -> None:
         assert steps(recipe.tmp_path / name) == list(range(1, 29))
         hashes.add(results[0].sha)
     assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("how", ["truncated", "longer"])
+def test_metrics_that_another_program_changes_end_the_run_and_its_snapshot_goes_on(
+    recipe: Recipe, pool: Pool, how: str
+) -> None:
+    """A snapshot of a later step would not fit the file: no run could resume from it."""
+    folder = recipe.tmp_path / "run"
+    process = recipe.start(*recipe.command("ddp_launch", *SHORT, *FOR_EVER))
+    wait_for(lambda: list_snapshots(folder / "snapshots"))
+    if how == "truncated":
+        os.truncate(folder / "metrics.jsonl", 0)
+    else:
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write("{}\n")
+    result = recipe.finish(process, folder)
+    assert (result.status, len(result.errors)) == (1, 1), result.stderr
+    says = r"metrics.jsonl was changed while this run wrote it .*--resume (\S+\.pt) in another"
+    found = re.search(says, result.errors[0])
+    assert found, result.errors
+    step = int(Path(found[1]).name[5:13])
+    other = recipe.tmp_path / "other"
+    options = ("--resume", found[1], *FOR_EVER, "--max-steps", str(step + 1))
+    status, said = train(pool, other, *options)
+    assert status == 0, said
+    assert json.loads((other / "summary.json").read_text())["resumed_from"] == step
+
+
+KINDS: dict[str, Callable[[Path], object]] = {
+    "config.json": Path.mkdir,
+    "model.pt": Path.mkdir,
+    ".lock": Path.mkdir,
+    "summary.json": os.mkfifo,
+    "snapshots": Path.touch,
+    "logs": Path.touch,
+    "best.pt": lambda path: path.symlink_to("nowhere"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_entry_of_another_kind_is_named(pool: Pool, tmp_path: Path, name: str) -> None:
+    """A link to a disk that is not mounted, too, before anything is written."""
+    KINDS[name](tmp_path / name)
+    for options in ((), ("--check",)):
+        status, said = train(pool, tmp_path, *options)
+        assert status == 2, said
+        assert re.search(rf"{tmp_path}/{name} is no (file|folder): move it away", said), said
+        assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_run_is_not_written_among_its_photos(pool: Pool, tmp_path: Path) -> None:
+    """Its folder would become a class, and every later run would find no images in it."""
+    root = flowers(tmp_path / "photos")
+    before = contents(root)
+    for folder in (root, root / "run"):
+        status, said = train(pool, folder, "--data", "imagefolder", "--data-path", str(root))
+        assert status == 2, said
+        assert f"--output-dir {folder} is in --data-path {root}" in said
+        assert contents(root) == before
+        assert not (root / "run").exists()
+
+
+POSITIONS = {
+    "batch 9999": ({"batch": 9999}, "step 28 is not after 9999 batches of epoch 1"),
+    "another step": ({"step": 3}, "step 3 is not after"),
+    "a batch of the next epoch": ({"batch": 28, "epoch": 0}, "not after 28 batches of epoch 0"),
+}
+
+
+@pytest.mark.parametrize("what", [*POSITIONS, "more losses", "other data", "fewer steps"])
+def test_a_snapshot_of_no_step_of_this_run_is_refused(
+    pool: Pool, finished: Path, tmp_path: Path, what: str
+) -> None:
+    (newest, *_), options = list_snapshots(finished / "snapshots"), []
+    content = torch.load(newest, weights_only=True)
+    changes, says = POSITIONS.get(what, ({}, "loss_sum has 95 numbers"))
+    content |= changes
+    if what == "more losses":
+        content["ranks"][0]["loss_sum"] = torch.zeros(95, dtype=torch.float64)
+    if what == "other data":
+        content["identity"]["samples"], says = [1436, 360], r"samples \[1436, 360\] there"
+    if what == "fewer steps":
+        options, says = ["--max-steps", "5"], "is of step 28, after this run's last step 5"
+    forged = write(tmp_path / "snapshots", content["step"], content)
+    status, said = train(pool, tmp_path / "run", "--resume", str(forged), *options)
+    assert (status, said.count("error:")) == (2, 1), said
+    assert re.search(says, said), said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("content", [b"", b"\0\xff{", b"[1]"])

@@ -5,6 +5,7 @@ import errno
 import os
 import re
 import threading
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ IDENTITY = {"recipe": "test", "lr": 0.1}
 
 def content(step: int, **changes: Any) -> dict[str, Any]:
     own = {"format": snapshot_files.FORMAT, "identity": IDENTITY, "step": step}
-    return {**own, "metrics_bytes": 0, **changes}
+    return {**own, "metrics_bytes": 0, "metrics_sha256": sha256(b"").hexdigest(), **changes}
 
 
 def found(folder: Path, resume: str | Path = "auto", **identity: Any) -> Any:

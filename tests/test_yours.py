@@ -617,3 +617,14 @@ def test_a_private_key_is_not_kept() -> None:
     text = "+-----BEGIN RSA PRIVATE KEY-----\n+MIIabc\n+-----END RSA PRIVATE KEY-----\n+x = 1\n"
     assert "MIIabc" not in without_secrets(text)
     assert without_secrets(text).endswith("+x = 1\n")
+
+
+@pytest.mark.parametrize("name", ["predict", "class", "Mine", "a-b", ""])
+def test_a_name_that_no_recipe_can_have_is_refused(name: str) -> None:
+    """`python -m recipes predict` is the tool, and no module can be imported by the name class."""
+    need("make")
+    command = ["make", "-s", "new", f"RECIPE={name}"]
+    done = subprocess.run(command, cwd=ROOT, env=clean_env(), capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: RECIPE={name} is ")
+    assert not name or not (ROOT / "recipes" / name).exists()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from common import log
 from common.data.batches import DeviceBatches
 from common.data.datasets import Data, LoaderOptions
 from common.data.stream import GlobalBatches, eval_batch_size, fixed_batches, make_loader
@@ -36,6 +37,8 @@ def make_loaders(
     rank, world_size = ranks.rank, ranks.world_size
     batches = GlobalBatches(len(data.train), global_batch_size, seed, rank, world_size)
     held_out = fixed_batches(len(data.val), eval_batch_size(len(data.val)), rank, world_size)
+    if not options.pin_memory and device.type == "cpu":
+        log.warning("--no-pin-memory has no effect on a CPU")
     load = partial(make_loader, pin_memory=options.pin_memory and device.type == "cuda")
     largest = max([batches.batch_size_per_rank, *map(len, held_out)])
     workers = choose_num_workers(options, data.train, largest, device)

@@ -87,6 +87,7 @@ def run_rank(body: Callable[[], Any], ranks: Ranks) -> int:
     os.umask(os.umask(0o077) | stat.S_IWOTH)  # nobody outside the group may change the run
     failure: Exception | None = None
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # `interrupts_held`
         body()
         end_work()
     except Checked:

@@ -10,9 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 from common import driver
@@ -71,6 +72,8 @@ class LaunchOptions:
     def __post_init__(self) -> None:
         """Refuse what cannot be started."""
         refuse_below(self, nproc=1, compare_rounds=1, restarts=0)
+        if self.compare_rounds != LaunchOptions.compare_rounds and not self.compare:
+            raise ValueError("--compare-rounds has no effect without --compare")
         if not 0 <= self.node_rank < self.nnodes:
             raise ValueError(f"--node-rank {self.node_rank} must lie in 0..{self.nnodes - 1}")
         if self.nnodes > 1 and not self.address:
@@ -149,6 +152,17 @@ def prepare_launch() -> None:
     """Before ranks are started: make the places for what they leave, or empty them again."""
     os.truncate(_places()[0], 0)
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # inherited by the ranks, until they can answer
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Ranks that start in this block get Ctrl-C only in `run_rank`, where it shows no traceback."""
+    resource_tracker.ensure_running()  # which would unblock the signal, if the block began it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def launch(arguments: Sequence[str], nproc: int, options: LaunchOptions) -> int:

@@ -14,6 +14,7 @@ from common.data.stream import GlobalBatches
 from common.errors import Checked
 from common.files import mebibytes
 from common.snapshots.state import TrainingState
+from common.writing import writing
 
 if TYPE_CHECKING:
     from common.run.folder import Run
@@ -55,10 +56,12 @@ def end_check(
         if (free := shutil.disk_usage(place).free) < model + 2 * snapshot:
             log.warning(f"{place} has {mebibytes(free)} left, less than two snapshots and model.pt")
         after = f" after step {state.step}" if state.step else ""
-        print(
-            f"ok: {len(data.train):,} training and {len(data.val):,} validation samples, batch "
-            f"size {batches.global_batch_size}, {steps_left:,} steps ({batches.steps_per_epoch} "
-            f"per epoch){after}, model.pt of {model:,} bytes, a snapshot about {snapshot:,}",
-            flush=True,
-        )
+        with writing(Path("stdout"), "to stdout"):
+            print(
+                f"ok: {len(data.train):,} training and {len(data.val):,} validation samples, batch "
+                f"size {batches.global_batch_size}, {steps_left:,} steps "
+                f"({batches.steps_per_epoch} per epoch){after}, model.pt of {model:,} bytes, "
+                f"a snapshot about {snapshot:,}",
+                flush=True,
+            )
     raise Checked

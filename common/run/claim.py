@@ -7,13 +7,13 @@ from typing import IO
 
 from common import restart
 from common.errors import InputError
-from common.files import make_folder, new_folder, not_writable, read_json
+from common.files import make_folder, new_folder, not_writable, read_json, refuse_root
 from common.owner import lock, refuse_owned
 
+_FOLDERS = {"snapshots", "weights", "tensorboard", "logs"}
 _FILES = {
     *("config.json", "manifest.json", "metrics.jsonl", "summary.json", "class_indices.json"),
-    *("preprocessing.json", "held_out.json", "changes.diff"),
-    *("model.pt", "best.pt", "snapshots", "weights", "tensorboard", "logs"),
+    *("preprocessing.json", "held_out.json", "changes.diff", "model.pt", "best.pt"),
 }
 """What a run writes into its folder, besides .lock."""
 
@@ -50,6 +50,7 @@ def claim(given: Path | None, recipe: str) -> tuple[Path, IO[str]]:
 def refuse_unwritable(folder: Path) -> None:
     """For a check: raise InputError if a run could not make, own or write `folder`."""
     place = folder.absolute()
+    refuse_root(folder)
     try:
         _refuse_long(folder)
         while not _there(place):
@@ -79,10 +80,23 @@ def _there(path: Path) -> bool:
     return True
 
 
+def refuse_in_data(folder: Path, data_path: Path) -> None:
+    """Raise InputError if a run's folder would lie in its image folder, and become a class."""
+    if folder.resolve().is_relative_to(data_path.resolve()):
+        raise InputError(
+            f"--output-dir {folder} is in --data-path {data_path}, whose sub-folders are classes: "
+            "choose an --output-dir elsewhere"
+        )
+
+
 def _refuse_foreign(folder: Path) -> None:
     held, config = {path.name for path in folder.iterdir()}, folder / "config.json"
+    for name in sorted(held & (_FILES | _FOLDERS | {".lock"})):
+        path, kind = folder / name, "folder" if name in _FOLDERS else "file"
+        if not (path.is_dir() if name in _FOLDERS else path.is_file()):
+            raise InputError(f"{path} is no {kind}: move it away, or choose another --output-dir")
     ours = ".lock" in held or (config.is_file() and "recipe" in read_json(config))
-    if not ours and (foreign := sorted(held & _FILES)):
+    if not ours and (foreign := sorted(held & (_FILES | _FOLDERS))):
         raise InputError(
             f"{folder} holds {', '.join(foreign)}, but neither config.json nor .lock of a run: "
             "choose another --output-dir"

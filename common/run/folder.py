@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common import log
 from common.data.datasets import Data
-from common.errors import InputError
+from common.errors import InputError, TrainingError
 from common.files import (
     lost_file,
     make_folder,
@@ -34,9 +34,10 @@ from common.launch.report import leave
 from common.manifest import continued, describe_run
 from common.owner import mark, own
 from common.run.check import folder_of_check
-from common.run.claim import claim, refuse_unwritable
+from common.run.claim import claim, refuse_in_data, refuse_unwritable
 from common.run.curves import Curves
 from common.run.options import MAY_DIFFER_BY_HOST, RunOptions, flatten
+from common.snapshots.files import newest_name
 from common.snapshots.state import TrainingState
 from common.terminal import show_table
 from common.training.models import how_to_build
@@ -69,6 +70,8 @@ class Run:
         self._lock: IO[str] | None = None
         with agreed():
             if ranks.is_main:
+                if self._values.get("data") == "imagefolder":
+                    refuse_in_data(folder or Path("runs"), Path(self._values["data_path"]))
                 if checked and folder:
                     refuse_unwritable(folder)
                 folder, self._lock = claim(checked or folder, recipe)
@@ -92,19 +95,20 @@ class Run:
         log.addHandler(file)
         log.info(f"output_dir: {self.folder}")
         self._metrics: Any = None
-        self._metrics_hash = hashlib.sha256()
+        self._metrics_hash, self._metrics_bytes = hashlib.sha256(), 0
         self._curves: Curves | None = None
 
     def resolve(self, **options: Any) -> None:
         """Record what an `auto` was resolved to, in config.json and in the run's identity."""
         self._values |= options
 
-    def identity(self, global_batch_size: int, fingerprint: str) -> dict[str, Any]:
-        """What must be the same in a snapshot for this run to resume from it."""
+    def identity(self, global_batch_size: int, data: Data) -> dict[str, Any]:
+        """What must be the same on every rank, and in a snapshot to resume from."""
         return {
             **decisive(self._values, self.config),
             "total_batch_size": global_batch_size,
-            "data_fingerprint": fingerprint,
+            "data_fingerprint": data.fingerprint,
+            "samples": [len(data.train), len(data.val)],
         }
 
     def refuse_another_run(self) -> None:
@@ -172,6 +176,7 @@ class Run:
                     self._metrics.truncate(state.metrics_bytes)
                     self._metrics.seek(0)
                     self._metrics_hash.update(self._metrics.read())
+                    self._metrics_bytes = state.metrics_bytes
                 mark("metrics.jsonl", os.fstat(self._metrics.fileno()))
                 try:
                     self._curves = Curves(self._here / "tensorboard", state.step)
@@ -206,10 +211,12 @@ class Run:
         if not self.ranks.is_main:
             return
         line = json.dumps({"step": step, "epoch": epoch, **values}, allow_nan=False) + "\n"
+        self._refuse_altered_metrics()
         with writing(self.folder / "metrics.jsonl", then=RESUME):
             self._metrics.write(line.encode())
             self._metrics.flush()
         self._metrics_hash.update(line.encode())
+        self._metrics_bytes += len(line.encode())
         self.curves(step, **values)
 
     def curves(self, step: int, **values: float) -> None:
@@ -232,9 +239,21 @@ class Run:
         """Length and SHA-256 of metrics.jsonl, which is now on the disk; 0 on other ranks."""
         if not self.ranks.is_main:
             return 0, ""
+        self._refuse_altered_metrics()
         with writing(self.folder / "metrics.jsonl", then=RESUME):
             os.fsync(self._metrics.fileno())
-        return self._metrics.tell(), self._metrics_hash.hexdigest()
+        return self._metrics_bytes, self._metrics_hash.hexdigest()
+
+    def _refuse_altered_metrics(self) -> None:
+        """A snapshot of now would not fit the file, and no run could resume from it."""
+        found, file = os.fstat(self._metrics.fileno()).st_size, self.folder / "metrics.jsonl"
+        if found != self._metrics_bytes:
+            raise TrainingError(
+                f"{file} was changed while this run wrote it (it has {found} bytes, not "
+                f"{self._metrics_bytes}): restore it and run the same command, or resume without "
+                f"it: --resume {self.snapshots / newest_name(self.snapshots)} in another "
+                "--output-dir"
+            )
 
     def finish(self, state_dict: dict[str, Tensor], **summary: Any) -> None:
         """Write model.pt and summary.json and print the table, on rank 0."""

@@ -21,7 +21,7 @@ from common.identity import Options, refuse_another_run, refuse_unlike_rank_0
 from common.owner import refuse_lost
 from common.snapshots.checked import checksum, load_data_only, save_checked
 
-FORMAT = 4
+FORMAT = 5
 
 
 class UnsoundError(InputError):
@@ -74,7 +74,7 @@ def read(path: Path) -> dict[str, Any]:
             f"snapshot {path} has format {format_}, this code reads {FORMAT}: "
             "use the version of the code that wrote it"
         )
-    kinds = {"identity": dict, "step": int, "metrics_bytes": int}
+    kinds = {"identity": dict, "step": int, "metrics_bytes": int, "metrics_sha256": str}
     if wrong := [name for name, kind in kinds.items() if not isinstance(content.get(name), kind)]:
         raise InputError(unlike(path, f"no {', '.join(wrong)}"))
     shards = [str(path.parent / name) for name in content.get("shards", ())]
@@ -157,6 +157,7 @@ def _tidy(folder: Path, unsound: Iterable[Path]) -> None:
 
 def _find(resume: str | Path, folder: Path, unsound: dict[Path, str]) -> dict[str, Any] | None:
     """The newest snapshot that can be read; each that cannot is added to `unsound`, with why."""
+    refuse_closed("--output-dir", folder)  # else it would seem to hold none
     candidates = list_snapshots(folder)
     if resume == "never":
         if candidates:
@@ -190,7 +191,7 @@ def _find(resume: str | Path, folder: Path, unsound: dict[Path, str]) -> dict[st
         raise InputError(
             f"none of the {count} snapshots in {folder} can be used "
             f"({next(iter(unsound.values()), 'damaged')}): to begin at the start, choose another "
-            "--output-dir"
+            "--output-dir; if a snapshot is whole, give it with --resume there"
         )
     return None
 
@@ -198,8 +199,5 @@ def _find(resume: str | Path, folder: Path, unsound: dict[Path, str]) -> dict[st
 def _refuse_other_metrics(found: dict[str, Any], path: Path, metrics: Path) -> None:
     """Raise UnsoundError unless metrics.jsonl begins as it was when the snapshot was written."""
     counted = metrics.read_bytes()[: found["metrics_bytes"]] if metrics.is_file() else b""
-    expected = found.get("metrics_sha256")  # snapshots of older code have none
-    if len(counted) < found["metrics_bytes"] or (
-        expected and hashlib.sha256(counted).hexdigest() != expected
-    ):
+    if hashlib.sha256(counted).hexdigest() != found["metrics_sha256"]:
         raise UnsoundError(f"{metrics} was cut or altered after {path.name} was written")

@@ -62,7 +62,7 @@ class TrainingState:
     metrics_bytes: int = 0
     """Length of metrics.jsonl at the last snapshot."""
     metrics_sha256: str = ""
-    """Hash of metrics.jsonl at the last snapshot; empty in snapshots of older code."""
+    """Hash of metrics.jsonl at the last snapshot."""
     best: dict[str, Any] | None = None
     """The best epoch before the last evaluation: its summary, and on rank 0 its weights."""
     saved_step: int = -1
@@ -175,7 +175,7 @@ class TrainingState:
             refuse_other_state(part, parts[name])
             part.load_state_dict(parts[name])
         for name in _POSITION:
-            setattr(self, name, found.get(name, ""))  # snapshots of older code have no hash
+            setattr(self, name, found[name])
         if min(self.epoch, self.batch, self.step, self.metrics_bytes) < 0:
             raise ValueError("a negative position")
         self.saved_step, self.best = self.step, found.get("best")

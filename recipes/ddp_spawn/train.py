@@ -35,7 +35,7 @@ from common.group.process_group import process_group
 from common.launch.port import listen
 from common.launch.process import end_process, run_rank
 from common.launch.ranks import Ranks
-from common.launch.start import Child, prepare_launch, supervise
+from common.launch.start import Child, interrupts_held, prepare_launch, supervise
 from common.replicas import audit
 from common.run.announce import announce
 from common.run.folder import Run
@@ -181,9 +181,10 @@ def spawn(config: Config, nproc: int, port: int) -> int:
     """Start `nproc` ranks on this machine and wait for them; returns the exit status."""
     with listen("127.0.0.1", port) as store:
         prepare_launch()
-        context = start_processes(
-            worker, (config, nproc, store), nprocs=nproc, join=False, start_method="spawn"
-        )
+        with interrupts_held():
+            context = start_processes(
+                worker, (config, nproc, store), nprocs=nproc, join=False, start_method="spawn"
+            )
     processes = enumerate(context.processes)
     return supervise([Child(r, p.pid, partial(getattr, p, "exitcode")) for r, p in processes])
 
