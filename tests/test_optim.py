@@ -118,6 +118,17 @@ def test_a_loss_that_explodes_is_named(
         before = found
 
 
+def test_a_validation_loss_that_explodes_first_is_named() -> None:
+    """As with BatchNorm and few steps per epoch: seen with 200 photos of ten classes."""
+    losses = [2.89, 4.33, 5.14, 13.18, 50.79, 51.0]
+    named = [
+        bool(explosion({"train_loss": 1.0, "val_loss": loss}, {"train_loss": 1.1, **before}, 10))
+        for loss, before in zip(losses[1:], [{"val_loss": loss} for loss in losses], strict=False)
+    ]
+    assert named == [False, False, True, True, False]
+    assert not explosion({"train_loss": 2.3, "val_loss": 1e6}, {}, 10), "nothing to compare with"
+
+
 def test_an_explosion_is_named_without_a_validation_loss() -> None:
     assert "train_loss 1 -> 20" in explosion({"train_loss": 20.0}, {"train_loss": 1.0}, 0)
 

@@ -155,22 +155,28 @@ def best_metric(
 
 
 def explosion(found: Mapping[str, float], before: Mapping[str, float], classes: int) -> str:
-    """In words, if the training loss exploded in this epoch; else empty.
+    """In words, if the loss exploded in this epoch; else empty.
 
-    It did if it is twice that of guessing and still grows. Without classes: ten times the loss
-    of the epoch before.
+    The training loss did if it is twice that of guessing and still grows. Without classes: ten
+    times the loss of the epoch before. With BatchNorm the validation loss may explode first; that
+    of a model that learns its samples by heart grows, too, but does not double in an epoch.
 
     Args:
         found: metrics of the epoch.
         before: metrics of the epoch before; empty in the first one.
         classes: number of them; 0: the loss is not that of classes.
     """
-    loss, last = found["train_loss"], before.get("train_loss", 0.0)
-    limit = 2 * math.log(classes) if classes > 1 else 10 * max(last, 0) or math.inf
-    if loss <= max(limit, last):
+
+    def explodes(name: str, growth: float) -> bool:
+        loss, last = found.get(name, 0.0), before.get(name, 0.0)
+        limit = 2 * math.log(classes) if classes > 1 else 10 * max(last, 0) or math.inf
+        return loss > max(limit, growth * last)
+
+    if not explodes("train_loss", 1) and not (before and explodes("val_loss", 2)):
         return ""
-    if not last:
-        return f"train_loss {loss:.4g} explodes (guessing has {limit / 2:.4g})"
+    if not before:
+        guessing = f"guessing has {math.log(classes):.4g}"
+        return f"train_loss {found['train_loss']:.4g} explodes ({guessing})"
     both = [
         f"{name} {before[name]:.4g} -> {found[name]:.4g}"
         for name in ("train_loss", "val_loss")
