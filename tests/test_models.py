@@ -89,6 +89,25 @@ def test_frozen_layers_do_not_move_and_neither_do_their_statistics(options: Mode
     assert not has_trained_batch_norm(model)
 
 
+class Positions(nn.Module):
+    """Has a frozen parameter itself, and layers below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.norm, self.dropout, self.head = nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_frozen_parameter_does_not_put_the_layers_below_it_into_eval_mode(frozen: bool) -> None:
+    model = Positions()
+    model.head.requires_grad_(False)
+    model.norm.requires_grad_(not frozen)
+    set_train_mode(model)
+    in_eval_mode = {name for name, module in model.named_modules() if not module.training}
+    assert in_eval_mode == ({"", "norm", "head"} if frozen else {"head"})
+
+
 def test_train_mode_lets_trained_batch_norm_learn_its_statistics() -> None:
     model = build_model(ModelOptions(norm="batch"), channels=1, classes=4)
     set_train_mode(model)

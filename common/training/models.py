@@ -242,13 +242,14 @@ def freeze_all_but_last(model: nn.Module) -> None:
 def set_train_mode(model: nn.Module) -> None:
     """Call `model.train()`, but leave frozen layers in eval mode.
 
-    In train mode, a BatchNorm layer with frozen parameters would still change its statistics.
+    In train mode, a BatchNorm layer with frozen parameters would still change its statistics. A
+    module with a frozen parameter of its own is no frozen layer if something below it is trained.
     """
     model.train()
     for module in model.modules():
         own = list(module.parameters(recurse=False))
-        if own and not any(parameter.requires_grad for parameter in own):
-            module.eval()
+        if own and not any(parameter.requires_grad for parameter in module.parameters()):
+            module.training = False  # eval() would also change the modules below
 
 
 def has_trained_batch_norm(model: nn.Module) -> bool:
