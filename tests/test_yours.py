@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -31,8 +32,9 @@ from common import cli, git, log
 from common.data.batches import DeviceBatches
 from common.data.datasets import ArraySamples, Data, LoaderOptions
 from common.data.loaders import make_loaders
-from common.data.stream import Samples, make_loader
+from common.data.stream import Samples, fixed_batches, make_loader
 from common.errors import InputError, TrainingError
+from common.files import weights_sha256
 from common.git import without_secrets
 from common.hints import hint
 from common.identity import decisive
@@ -44,10 +46,12 @@ from common.training.ddp import warm_up
 from common.training.evaluate import evaluate
 from common.training.losses import check_losses
 from common.training.optimizer import OptimizerOptions
+from recipes.ddp_launch import train as ddp_launch
 from tests.conftest import ROOT, Recipe, Result, clean_env, need
 from tests.pool import Pool, in_group
-from tools.own import config_of
-from tools.trained import Trained
+from tests.test_laws import run_training
+from tools.own import config_of, load_own
+from tools.trained import Trained, read
 
 CPU = torch.device("cpu")
 PAGE = (ROOT / "docs" / "bring-your-own.md").read_text()
@@ -447,6 +451,59 @@ def test_targets_in_memory_are_of_any_type_and_shape(labels: Tensor) -> None:
     assert torch.equal(inputs, numbers[[7, 299]])
     assert torch.equal(targets, labels[[7, 299]])
     assert torch.equal(samples[(0, 299)][1], labels[299])
+
+
+# Models of others
+
+
+class Turned(nn.Module):
+    """Turns pixels by complex numbers, of which some are trained."""
+
+    turns: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("turns", torch.polar(torch.ones(64), torch.arange(64) * 0.3))
+        self.factors = nn.Parameter(torch.ones(64, dtype=torch.complex64))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head((images.flatten(1) * self.turns * self.factors).imag)
+        return logits
+
+
+def train_model(ranks: Ranks, folder: Path, kind: type[nn.Module], options: dict[str, Any]) -> None:
+    """ddp_launch with a model of one's own, as one rank."""
+    with patch.object(ddp_launch, "prepare_model", lambda *_, **__: kind()):
+        run_training(ranks, folder, options)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_complex_numbers_of_a_model_stay_complex(
+    pool: Pool, tmp_path: Path, precision: str
+) -> None:
+    """In training, in model.pt and in `evaluate`."""
+    options = {"run": {"precision": precision}, "optimizer": {"max_steps": 3}}
+    pool.run(train_model, 2, tmp_path, Turned, options)
+    run = Result(0, "", "", tmp_path)
+    weights = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert weights_sha256(weights) == run.sha
+    kind = {"fp32": torch.complex64, "fp64": torch.complex128}[precision]
+    assert weights["turns"].dtype == weights["factors"].dtype == kind
+    assert weights["turns"].imag.any()
+    assert weights["factors"].imag.any(), "it is trained"
+    recipe = SimpleNamespace(
+        Config=ddp_launch.Config, own_model=lambda _: Turned(), __name__="recipes.own.train"
+    )
+
+    def again(ranks: Ranks) -> float:
+        parts = load_own(recipe, read(tmp_path, own=True), None, ranks, CPU)
+        batches = DeviceBatches(
+            make_loader(parts.val, fixed_batches(len(parts.val), 32, 0, 1)), CPU, parts.dtype
+        )
+        return evaluate(parts.model, batches, len(parts.val)).means["loss"]
+
+    assert in_group(Ranks(), again) == run.summary["val_loss"]
 
 
 # Evaluation and options

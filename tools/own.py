@@ -24,7 +24,7 @@ from common.group.collectives import agreed
 from common.launch.ranks import Ranks
 from common.seeds import mixed_precision
 from common.training.evaluate import Scores, score_classes
-from common.training.models import build_model
+from common.training.models import build_model, move
 from recipes.__main__ import recipes
 from tools.recorded import options_of
 from tools.trained import Trained, load_all, refuse_altered
@@ -95,7 +95,7 @@ def load_own(
         else:
             model = build_model(config.model, *data.shape)
         dtype, _, _ = mixed_precision(run.config["precision"], device)
-        model.to(dtype)  # before the weights, which may be of fp64
+        move(model, torch.device("cpu"), dtype)  # before the weights, which may be of fp64
         file = weights or run.folder / "model.pt"
         refuse_altered(file, run.folder, run.summary)
         load_all(model, file, recipe.__name__, f"{run.folder}/config.json")

@@ -218,18 +218,20 @@ def load_matching(model: nn.Module, path: Path) -> tuple[list[str], list[str]]:
             f"entries are {', '.join(list(found)[:3]) or 'none'}, the model's are "
             f"{', '.join(list(own)[:3])}"
         )
-    if bad := [name for name, value in matching.items() if not _is_finite(value)]:
+    if bad := [name for name, value in matching.items() if not _fits(value, own[name])]:
         raise InputError(
-            f"--weights {path}: {', '.join(bad[:3])} is sparse or complex, has no data, or is not "
-            "finite: give a file with a dense model's finite weights"
+            f"--weights {path}: {', '.join(bad[:3])} is sparse, has no data, is not finite, or is "
+            "complex where the model is real: give a file with a dense model's finite weights"
         )
     model.load_state_dict(matching, strict=False)
     return list(matching), sorted((own.keys() | found.keys()) - matching.keys())
 
 
-def _is_finite(value: Tensor) -> bool:
-    """Whether a tensor has data, at every place a finite real number."""
-    plain = value.layout == torch.strided and not value.is_meta and not value.is_complex()
+def _fits(value: Tensor, own: Tensor) -> bool:
+    """Whether a tensor has data, at every place a finite number, and a real one if `own` is."""
+    plain = value.layout == torch.strided and not value.is_meta
+    if value.is_complex():
+        return plain and own.is_complex() and bool(value.isfinite().all())
     return plain and bool(value.double().isfinite().all())
 
 
@@ -250,6 +252,20 @@ def set_train_mode(model: nn.Module) -> None:
         own = list(module.parameters(recurse=False))
         if own and not any(parameter.requires_grad for parameter in module.parameters()):
             module.training = False  # eval() would also change the modules below
+
+
+def move(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Call `model.to(device, dtype)`, but leave complex numbers complex.
+
+    torch would keep their real part only (2.15, and it just warns).
+    """
+
+    def moved(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            return tensor.to(device, dtype)
+        return tensor.to(device, dtype.to_complex() if tensor.is_complex() else None)
+
+    model._apply(moved)
 
 
 def has_trained_batch_norm(model: nn.Module) -> bool:

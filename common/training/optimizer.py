@@ -198,8 +198,10 @@ def make_optimizer(
         scaled: a GradScaler scales the loss (fp16).
     """
     trained = [p for p in parameters if p.requires_grad and not p.is_meta]
-    # A fused optimizer would keep uninitialized momenta if its first step overflows (torch 2.15).
-    common: Any = {"lr": options.lr, "weight_decay": options.weight_decay, "fused": not scaled}
+    # A fused optimizer would keep uninitialized momenta if its first step overflows, and it refuses
+    # complex parameters (torch 2.15).
+    fused = not scaled and not any(p.is_complex() for p in trained)
+    common: Any = {"lr": options.lr, "weight_decay": options.weight_decay, "fused": fused}
     if options.optimizer == "adamw":
         if options.lr > 0.01:
             log.warning(f"--lr {options.lr:g} is high for adamw: 0.001 or less is usual")

@@ -52,7 +52,7 @@ from common.training.ddp import (
     warm_up,
 )
 from common.training.evaluate import evaluate
-from common.training.models import ModelOptions, prepare_model, set_train_mode
+from common.training.models import ModelOptions, move, prepare_model, set_train_mode
 from common.training.optimizer import OptimizerOptions, make_optimizer, set_lr
 from common.training.virtual_ranks import seed_shards, use_virtual_ranks
 
@@ -98,7 +98,7 @@ def train(config: Config, ranks: Ranks) -> None:
         # model
         model = prepare_model(config.model, *data.shape, download=config.data.download)
         run.resolve(**config.model.resolved(data.side))
-        model.to(device, dtype)
+        move(model, device, dtype)
 
         # parallelise
         if parallel.sync_bn:

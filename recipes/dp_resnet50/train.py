@@ -48,7 +48,7 @@ from common.snapshots.state import Stateful
 from common.terminal import set_up_logs
 from common.training.ddp import warm_up
 from common.training.evaluate import evaluate
-from common.training.models import ModelOptions, build_model, prepare_model, set_train_mode
+from common.training.models import ModelOptions, build_model, move, prepare_model, set_train_mode
 from common.training.optimizer import Default, OptimizerOptions, make_optimizer, set_lr
 from recipes.dp_resnet50.report import Utilization, show_gpus, show_inference
 
@@ -137,7 +137,7 @@ def train(config: Config, ranks: Ranks) -> None:
         # model
         model = prepare_model(config.model, *data.shape, download=config.data.download)
         run.resolve(**config.model.resolved(data.side))
-        model.to(device, dtype)
+        move(model, device, dtype)
 
         # parallelise
         # Each forward copies the model to all GPUs and scatters the batch over them. Outputs and
