@@ -506,6 +506,43 @@ def test_complex_numbers_of_a_model_stay_complex(
     assert in_group(Ranks(), again) == run.summary["val_loss"]
 
 
+class Counted(nn.Module):
+    """Counts its steps, and keeps a moving average, in buffers that forward assigns anew."""
+
+    steps: Tensor
+    inner: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.inner = nn.Linear(64, 10), nn.Module()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.inner.register_buffer("average", torch.zeros(10))
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(images.flatten(1))
+        if self.training:
+            self.steps = self.steps + 1
+            self.inner.average = 0.9 * self.inner.average + 0.1 * logits.detach().mean(0)
+        shifted: Tensor = logits + self.inner.average
+        return shifted
+
+
+def test_buffers_that_forward_assigns_are_exact(pool: Pool, tmp_path: Path) -> None:
+    """The warm-up leaves no trace, and virtual ranks lose nothing; also in a resumed run."""
+
+    def run(world_size: int, folder: str, shards: int, *until: int) -> str:
+        for steps in until:
+            options = {"parallel": {"virtual_ranks": shards}, "optimizer": {"max_steps": steps}}
+            pool.run(train_model, world_size, tmp_path / folder, Counted, options)
+        weights = torch.load(tmp_path / folder / "model.pt", weights_only=True)
+        assert weights["steps"] == 5
+        assert weights["inner.average"].any()
+        return Result(0, "", "", tmp_path / folder).sha
+
+    assert run(1, "plain", 0, 5) == run(1, "plain cut", 0, 2, 5)
+    assert run(1, "one", 2, 5) == run(2, "two", 2, 5) == run(2, "two cut", 2, 2, 5)
+
+
 # Evaluation and options
 
 

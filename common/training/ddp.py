@@ -176,11 +176,15 @@ def warm_up(
 @contextlib.contextmanager
 def left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Restore buffers and random generators after the block, and drop gradients."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     random_state = rng_state()
     yield
     model.zero_grad(set_to_none=True)
     with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
+        for module, name, buffer, before in buffers:
+            setattr(module, name, buffer.copy_(before))  # forward may have put another in its place
     set_rng_state(random_state)

@@ -220,8 +220,9 @@ class _Shards(nn.Module):
             # Kernels may add in another order at a less aligned address. A copy is aligned as in a
             # process with one shard.
             part = tree_map_only(Tensor, torch.clone, part) if len(parts) > 1 else part
-            outputs.append(functional_call(self.model, {**parameters, **own}, (part,)))
-            by_shard.append(own)
+            values = {**parameters, **own}  # functional_call puts in what forward assigns
+            outputs.append(functional_call(self.model, values, (part,)))
+            by_shard.append({name: values[name].detach() for name in own})
         out = torch.cat(outputs)
         if out.dtype != torch.float64:
             out = out.float()  # the factor of the hook could overflow or underflow in 16 bits
