@@ -108,15 +108,10 @@ def as_in(house: Path) -> Iterator[None]:
         yield
 
 
-def train_mine(
-    ranks: Ranks, house: Path, arguments: list[str], losses_per_sample: int | None = None
-) -> None:
+def train_mine(ranks: Ranks, house: Path, arguments: list[str]) -> None:
     """The recipe of a house, as one rank, on code that git knows there."""
     with as_in(house):
         mine: Any = importlib.import_module("recipes.mine.train")
-        if losses_per_sample:
-            losses_of, size = mine.losses_of, (-1, losses_per_sample)
-            mine.losses_of = lambda *given: losses_of(*given)[:, None].expand(size)
         mine.train(cli.parse("mine", mine.Config, arguments)[1], ranks)
 
 
@@ -221,24 +216,23 @@ def test_images_on_one_process_and_on_two_resumed_give_one_hash_and_a_record(
 def test_text_on_one_process_and_on_two_resumed_gives_one_hash(
     house: Path, pool: Pool, tmp_path: Path
 ) -> None:
-    """Interrupted in the middle of an epoch; also if a sample has more than one loss."""
+    """Interrupted in the middle of an epoch."""
     begin(house, 1)
 
     def run(world_size: int, folder: str, *options: str) -> dict[str, Any]:
         words = ["--text", str(ROOT / "README.md"), "--global-batch-size", "32"]
         words += ["--virtual-ranks", "2", "--epochs", "3", *options]
         words += ["--output-dir", str(tmp_path / folder)]
-        pool.run(train_mine, world_size, house, words, losses_per_sample)
+        pool.run(train_mine, world_size, house, words)
         summary: dict[str, Any] = json.loads((tmp_path / folder / "summary.json").read_text())
         return summary
 
-    for losses_per_sample in (None, 3):
-        whole = run(1, f"whole {losses_per_sample}")
-        run(2, f"cut {losses_per_sample}", "--max-steps", "3")
-        cut = run(2, f"cut {losses_per_sample}")
-        assert cut["resumed_from"] == 3
-        for name in ("weights_sha256", "train_loss", "val_loss", "val_right"):
-            assert cut[name] == whole[name], name
+    whole = run(1, "whole")
+    run(2, "cut", "--max-steps", "3")
+    cut = run(2, "cut")
+    assert cut["resumed_from"] == 3
+    for name in ("weights_sha256", "train_loss", "val_loss", "val_right"):
+        assert cut[name] == whole[name], name
 
 
 # Data sets of others
@@ -401,8 +395,17 @@ def test_a_mean_over_the_batch_is_not_taken_for_the_losses_of_samples(
         wrong = said(weights * loss(model(torch.rand(6, 3)), targets))
     if loss is not cross_entropy:  # torch takes its mean of probabilities with a plain sum
         assert "weights of single samples have no effect on it; give reduction='none'" in wrong
-    with pytest.raises(TrainingError, match=r"losses of shape \(24,\) for 6 samples: give red"):
-        check_losses(torch.zeros(24), 6)
+
+
+def test_losses_must_be_one_per_sample_or_a_mean() -> None:
+    for right in (torch.zeros(6), torch.zeros(6, 1), torch.zeros(())):
+        check_losses(right, 6)
+    check_losses(torch.zeros(1), 1)
+    of_weights = torch.ones(6, 1) * torch.zeros(6)
+    for wrong in (torch.zeros(24), torch.zeros(1), torch.zeros(6, 3), of_weights):
+        shape = re.escape(str(tuple(wrong.shape)))
+        with pytest.raises(TrainingError, match=rf"shape {shape} for 6 samples: give red.*\(6,\)"):
+            check_losses(wrong, 6)
 
 
 def test_bytes_are_images_only_if_the_data_say_how_they_are_normalised() -> None:

@@ -12,18 +12,19 @@ def check_losses(losses: Tensor, batch_size: int) -> None:
     """Look at the losses of a rank's first batch: shapes show most of what is wrong in silence.
 
     Args:
-        losses: as in `Loop.after_step`: (samples, ...), or their mean.
+        losses: one per sample, (samples,) or (samples, 1); or their mean, of no dimension.
         batch_size: samples of the rank's batch.
 
     Raises:
         TrainingError: there is neither one loss per sample nor one for the batch.
     """
-    if losses.numel() == 1:
+    if losses.dim() == 0 or losses.numel() == batch_size == 1:
         return
-    if len(losses) != batch_size:
+    if not len(losses) == losses.numel() == batch_size:
         raise TrainingError(
             f"the loop got losses of shape {tuple(losses.shape)} for {batch_size} samples: give "
-            f"reduction='none' to the loss function, then take the mean over each sample ({_PAGE})"
+            "reduction='none' to the loss function, then take the mean over each sample; weights "
+            f"must have the shape ({batch_size},) ({_PAGE})"
         )
     if name := _mean_over_samples(losses):
         log.warning(
