@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -102,6 +103,18 @@ def test_augmentation_depends_on_the_key_alone() -> None:
     assert not torch.equal(data[(3, 5)][0], first), "each epoch augments in its own way"
     assert not torch.equal(data[(2, 6)][0] - 1, first), "each sample has its own draw"
     assert not torch.equal(samples(10, seed=8)[(2, 5)][0], first), "the seed decides too"
+
+
+def test_a_mask_or_other_numbers_than_whole_ones_are_no_indices() -> None:
+    mask = np.array([False, True, True])
+    wrong: list[Any] = [mask, mask.tolist(), torch.from_numpy(mask), [1.0, 2.0], np.argwhere(mask)]
+    for indices in wrong:
+        with pytest.raises(InputError, match=r"whole numbers; for a mask, np\.flatnonzero\(mask\)"):
+            Samples(Numbers(), indices, 7)
+    right: list[Any] = [np.flatnonzero(mask), torch.tensor([1, 2]), range(1, 3), [1, 2]]
+    for indices in right:
+        assert Samples(Numbers(), indices, 7)[(0, 1)][1] == 2
+    assert len(Samples(Numbers(), [], 7)) == 0
 
 
 @pytest.mark.parametrize("make", [make_loader, make_stream_loader])

@@ -36,6 +36,9 @@ class Samples(Dataset[Any]):
         indices: the source's indices that belong to this split.
         seed: keys the augmentation.
         collate: makes a batch of a list of samples.
+
+    Raises:
+        InputError: the indices are no whole numbers; True and False would be samples 1 and 0.
     """
 
     def __init__(
@@ -45,6 +48,12 @@ class Samples(Dataset[Any]):
         seed: int,
         collate: Callable[[list[Any]], Any] = default_collate,
     ) -> None:
+        given = np.asarray(() if isinstance(indices, range) else indices)
+        if given.size and (given.dtype.kind not in "iu" or given.ndim != 1):
+            raise InputError(
+                f"the indices of Samples are {given.dtype} of shape {given.shape}: give a list of "
+                "whole numbers; for a mask, np.flatnonzero(mask)"
+            )
         self.source, self.indices, self.seed, self.collate = source, indices, seed, collate
         self._drawn_for, self._draws = -1, np.zeros(0, np.uint64)
 
