@@ -605,6 +605,28 @@ def test_what_would_be_wrong_in_silence_is_refused(pool: Pool) -> None:
         pool.run(in_group, 1, evaluated, two_per_sample, False)
 
 
+def two_errors(model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
+    return absolute_error(model, batch) | {"squared": absolute_error(model, batch)["error"] ** 2}
+
+
+def in_any_order(model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
+    scores = two_errors(model, batch)
+    return scores if len(batch[0]) == 32 else dict(reversed(scores.items()))
+
+
+def sometimes_another(model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
+    return two_errors(model, batch) if len(batch[0]) == 32 else absolute_error(model, batch)
+
+
+def test_metrics_go_by_their_names(pool: Pool) -> None:
+    """In one rank's batches, and where only the last rank has the small batch."""
+    for world_size in (1, 3):
+        found = pool.run(in_group, world_size, evaluated, in_any_order, False)
+        assert found == pool.run(in_group, world_size, evaluated, two_errors, False)
+        with pytest.raises(TrainingError, match=r"score gave the metrics error.*the same"):
+            pool.run(in_group, world_size, evaluated, sometimes_another, False)
+
+
 class TwoInputs(nn.Module):
     """Takes a dict, and gives a dict."""
 

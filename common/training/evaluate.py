@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from operator import length_hint
+from operator import itemgetter, length_hint
 from typing import Any
 
 import torch
@@ -93,21 +93,23 @@ def evaluate(
         dist.broadcast(buffer, group=group, group_src=0)
     trained = [module for module in model.modules() if module.training]
     model.eval()
-    names, seen, sums = [], 0, []
+    names: list[str] = []
+    seen, sums = 0, []
     own, main = length_hint(batches) or None, dist.get_rank() == 0
     bar = progress_bar(own, main=main, unit="batch", desc="evaluation", keep=False)
     stop = agreement_in_evaluation()
     on_all = int(gather_numbers(torch.tensor(float(own or 0))).min()) if stop else 0
     for number, batch in enumerate(batches, 1):
         if scores := score(model, batch):
-            names = list(scores)
+            names = names or list(scores)
+            _refuse_other_names(scores, names)
             shapes = {name: tuple(values.shape) for name, values in scores.items()}
             if len({*shapes.values()}) > 1 or len(shapes[names[0]]) != 1:
                 raise ValueError(
                     f"score must give one number for each sample, got the shapes {shapes}: give "
                     "reduction='none' to the loss function, or take the mean over each sample"
                 )
-            by_metric = torch.stack([values.double() for values in scores.values()])
+            by_metric = torch.stack([scores[name].double() for name in names])
             seen += by_metric.shape[1]
             sums.append(by_metric.sum(1))
         bar.update()
@@ -124,9 +126,22 @@ def evaluate(
             f"score gave {seen} numbers per metric for {total} samples: it must give one for each"
         )
     # fsum rounds once, so the order of the batches, which depends on world_size, does not matter.
-    columns = zip(*(row for _, _, rows in found for row in rows), strict=True)
     names = max(names for names, _, _ in found)  # a rank without batches has none
-    return Evaluation({n: math.fsum(c) / total for n, c in zip(names, columns, strict=True)}, total)
+    columns: dict[str, list[float]] = {name: [] for name in names}
+    for theirs, _, rows in filter(itemgetter(0), found):
+        _refuse_other_names(theirs, names)
+        for row in rows:  # in the order of that rank's names
+            for name, value in zip(theirs, row, strict=True):
+                columns[name].append(value)
+    return Evaluation({name: math.fsum(c) / total for name, c in columns.items()}, total)
+
+
+def _refuse_other_names(found: Iterable[str], names: list[str]) -> None:
+    if {*found} != {*names}:
+        raise TrainingError(
+            f"score gave the metrics {', '.join(found)} for a batch, but {', '.join(names)} for "
+            "another one: give the same metrics for every batch"
+        )
 
 
 def best_metric(
