@@ -145,6 +145,10 @@ _TABLE = {
         "if these are the parts of your samples, name each of them in the last line of the "
         "traceback, as in images, labels, weights (docs/bring-your-own.md, Samples)"
     ),
+    r"Target -?\d+ is out of bounds": (
+        "a label is no class of the model: labels are 0 to classes - 1, so correct the label, or "
+        "give the model more outputs (Data.class_names, or your own model's last layer)"
+    ),
     r"zero-dimensional tensor .* cannot be concatenated": (
         "a loss function gave one number for the whole batch: give it reduction='none', for one "
         "loss per sample (docs/bring-your-own.md, The loss)"

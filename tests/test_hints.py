@@ -53,6 +53,7 @@ MESSAGES = [
         "--shm-size=8g",
     ),
     ("RuntimeError: DataLoader worker (pid(s) 17079) exited unexpectedly", "--num-workers 0"),
+    ("IndexError: Target 3 is out of bounds.", "labels are 0 to classes - 1"),
     (
         "DistNetworkError: The server socket has failed to listen on any local network "
         "address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address "

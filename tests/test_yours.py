@@ -43,7 +43,7 @@ from common.launch.report import report
 from common.run.options import RunOptions, flatten
 from common.seeds import rng_state
 from common.training.ddp import warm_up
-from common.training.evaluate import evaluate
+from common.training.evaluate import evaluate, score_classes
 from common.training.losses import check_losses
 from common.training.optimizer import OptimizerOptions
 from recipes.ddp_launch import train as ddp_launch
@@ -625,6 +625,17 @@ def test_metrics_go_by_their_names(pool: Pool) -> None:
         assert found == pool.run(in_group, world_size, evaluated, two_errors, False)
         with pytest.raises(TrainingError, match=r"score gave the metrics error.*the same"):
             pool.run(in_group, world_size, evaluated, sometimes_another, False)
+
+
+@pytest.mark.parametrize("label", [-100, -1, 4])
+def test_a_label_that_is_no_class_is_named(label: int) -> None:
+    batch = torch.zeros(3, 4), torch.tensor([0, label, 3])
+    with pytest.raises(TrainingError, match=f"data is {label}, but the model has 4 classes, 0 to"):
+        score_classes(nn.Identity(), batch)
+    if label != -100:
+        with pytest.raises(IndexError) as in_training:
+            cross_entropy(*batch, reduction="none")
+        assert "labels are 0 to classes - 1" in hint(str(in_training.value))
 
 
 class TwoInputs(nn.Module):

@@ -38,15 +38,23 @@ def score_classes(model: nn.Module, batch: Any) -> Scores:
     """Of a batch (inputs, labels): cross-entropy, and whether the likeliest class is right.
 
     With more than five classes, also whether the right class is one of the five likeliest.
+
+    Raises:
+        TrainingError: a label is no class. torch would leave out -100, and count its loss as 0.
     """
     inputs, labels = batch
     logits = model(inputs)
     if logits is None:  # of a pipeline's last stage only
         return None
-    labels = labels.to(logits.device)
+    labels, classes = labels.to(logits.device), logits.shape[1]
+    if len(wrong := labels[(labels < 0) | (labels >= classes)]):
+        raise TrainingError(
+            f"a label of the validation data is {wrong[0].item()}, but the model has {classes} "
+            f"classes, 0 to {classes - 1}: correct the label, or leave the sample out"
+        )
     losses = nn.functional.cross_entropy(logits.double(), labels, reduction="none")
     scores = {"loss": losses, "accuracy": logits.argmax(1) == labels}
-    if logits.shape[1] > 5:
+    if classes > 5:
         scores["top5"] = (logits.topk(5).indices == labels[:, None]).any(1)
     return scores
 
