@@ -43,7 +43,7 @@ from common.launch.report import report
 from common.run.options import RunOptions, flatten
 from common.seeds import rng_state
 from common.training.ddp import warm_up
-from common.training.evaluate import evaluate, score_classes
+from common.training.evaluate import Evaluation, evaluate, score_classes
 from common.training.losses import check_losses
 from common.training.optimizer import OptimizerOptions
 from recipes.ddp_launch import train as ddp_launch
@@ -625,6 +625,19 @@ def test_metrics_go_by_their_names(pool: Pool) -> None:
         assert found == pool.run(in_group, world_size, evaluated, two_errors, False)
         with pytest.raises(TrainingError, match=r"score gave the metrics error.*the same"):
             pool.run(in_group, world_size, evaluated, sometimes_another, False)
+
+
+@pytest.mark.parametrize(("share", "correct"), [(1.0, 45), (0.5, None)])
+def test_samples_are_counted_as_correct_only_if_each_is_right_or_wrong(
+    share: float, correct: int | None
+) -> None:
+    def score(_model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        return {"accuracy": share * (batch % 2)}
+
+    def found(_ranks: Ranks) -> Evaluation:
+        return evaluate(nn.Identity(), torch.arange(90.0).split(32), 90, score=score)
+
+    assert in_group(Ranks(), found) == Evaluation({"accuracy": share / 2}, 90, correct)
 
 
 @pytest.mark.parametrize("label", [-100, -1, 4])

@@ -285,7 +285,7 @@ class Loop:
             "epochs": self.state.epoch + 1,
             "steps": self.state.step,
             **self._metrics,
-            **({"val_correct": result.correct} if "accuracy" in result.means else {}),
+            **({"val_correct": result.correct} if result.correct is not None else {}),
             "val_total": result.total,
             **self._speed.measured(),
             "peak_memory_bytes": peak_memory_bytes(self.run.devices),

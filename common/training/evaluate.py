@@ -27,11 +27,8 @@ class Evaluation:
     """Mean of each metric over the samples, by name."""
     total: int
     """Samples."""
-
-    @property
-    def correct(self) -> int:
-        """Samples whose class was right: a mean of zeros and ones gives their exact number."""
-        return round(self.means["accuracy"] * self.total)
+    correct: int | None = None
+    """Samples whose accuracy is 1. None: there is no such metric, or it is not always 0 or 1."""
 
 
 def score_classes(model: nn.Module, batch: Any) -> Scores:
@@ -102,7 +99,7 @@ def evaluate(
     trained = [module for module in model.modules() if module.training]
     model.eval()
     names: list[str] = []
-    seen, sums = 0, []
+    seen, sums, fractions = 0, [], False
     own, main = length_hint(batches) or None, dist.get_rank() == 0
     bar = progress_bar(own, main=main, unit="batch", desc="evaluation", keep=False)
     stop = agreement_in_evaluation()
@@ -120,6 +117,8 @@ def evaluate(
             by_metric = torch.stack([scores[name].double() for name in names])
             seen += by_metric.shape[1]
             sums.append(by_metric.sum(1))
+            accuracy = scores.get("accuracy", by_metric[:0])
+            fractions |= bool(((accuracy != 0) & (accuracy != 1)).any())
         bar.update()
         if stop and number < on_all and stop.after(number):
             bar.close()
@@ -127,21 +126,23 @@ def evaluate(
     bar.close()
     for module in trained:
         module.training = True
-    found = gather((names, seen, torch.stack(sums).tolist() if sums else []))
-    seen = sum(count for _, count, _ in found)
+    found = gather((names, seen, torch.stack(sums).tolist() if sums else [], fractions))
+    seen = sum(count for _, count, *_ in found)
     if seen != total:
         raise ValueError(
             f"score gave {seen} numbers per metric for {total} samples: it must give one for each"
         )
     # fsum rounds once, so the order of the batches, which depends on world_size, does not matter.
-    names = max(names for names, _, _ in found)  # a rank without batches has none
+    names = max(names for names, *_ in found)  # a rank without batches has none
     columns: dict[str, list[float]] = {name: [] for name in names}
-    for theirs, _, rows in filter(itemgetter(0), found):
+    for theirs, _, rows, _ in filter(itemgetter(0), found):
         _refuse_other_names(theirs, names)
         for row in rows:  # in the order of that rank's names
             for name, value in zip(theirs, row, strict=True):
                 columns[name].append(value)
-    return Evaluation({name: math.fsum(c) / total for name, c in columns.items()}, total)
+    means = {name: math.fsum(column) / total for name, column in columns.items()}
+    whole = "accuracy" in means and not any(fractions for *_, fractions in found)
+    return Evaluation(means, total, round(math.fsum(columns["accuracy"])) if whole else None)
 
 
 def _refuse_other_names(found: Iterable[str], names: list[str]) -> None:
