@@ -131,6 +131,19 @@ def test_image_folder_splits_each_class_80_to_20(tmp_path: Path) -> None:
     assert not torch.equal(again.train[(1, 2)][0], data.train[(0, 2)][0])
 
 
+def test_classes_without_images_to_validate_on_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "propagate", True)
+    flowers(tmp_path, per_class=4, names=("daisy", "rose"))
+    flowers(tmp_path, per_class=5, names=("tulip",))
+    _, files, _, val = list_images(tmp_path, 0)
+    assert {files[index][0].parent.name for index in val} == {"tulip"}
+    assert caplog.messages == [
+        "2 classes have fewer than five images, so none to validate on: daisy, rose"
+    ]
+
+
 def test_image_folder_with_its_own_split(tmp_path: Path) -> None:
     flowers(tmp_path / "train", per_class=3)
     flowers(tmp_path / "val", per_class=2)
@@ -478,10 +491,16 @@ def test_photos_that_training_would_leave_out_are_counted_or_refused(
     first, second, *_ = sorted(path for path in tmp_path.iterdir() if path.is_dir())
     for name in ("a.gif", "b.heic"):
         (first / name).touch()
+    photo(tmp_path.parent / f"{tmp_path.name} elsewhere" / "a.jpg", 1)
+    for place in (first, first / "below"):
+        place.mkdir(exist_ok=True)
+        (place / "more").symlink_to(tmp_path.parent / f"{tmp_path.name} elsewhere")
+        (place / "loop").symlink_to(first)
     (tmp_path / "loose.jpg").touch()
     list_images(tmp_path, 0)
     said = [record.getMessage() for record in caplog.records]
-    assert "files left out, not images by their names: 2 (.gif 1, .heic 1)" in said
+    kinds = "link to a folder 4, .gif 1, .heic 1"
+    assert f"files left out, not images by their names: 6 ({kinds})" in said
     assert f"1 images in {tmp_path} are left out: they are in no class's folder" in said
     (second / "gone.jpg").symlink_to("annex/gone.jpg")
     with pytest.raises(InputError, match=r"gone.jpg is a link to annex/gone.jpg, which does not"):

@@ -72,7 +72,7 @@ def list_images(
         )
     files, *val = (_list_classes(folder, names) for folder in folders)
     if not val:
-        return names, files, *_split_by_class(files, seed)
+        return names, files, *_split_by_class(names, [label for _, label in files], seed)
     return names, files + val[0], range(len(files)), range(len(files), len(files + val[0]))
 
 
@@ -97,9 +97,10 @@ def _list_classes(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
 
 
 def images_and_others(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The image files at any depth of a folder, and the other files; both sorted, none hidden.
+    """The image files at any depth of a folder, and what is left out; both sorted, none hidden.
 
-    A file's name decides. A damaged image is then named by who decodes it, and not left out.
+    A file's name decides. A damaged image is then named by who decodes it, and not left out. Links
+    to folders below are left out, because they can lead in circles.
 
     Raises:
         InputError: there are no images, or one is a link to a file that does not exist.
@@ -114,13 +115,15 @@ def images_and_others(folder: Path) -> tuple[list[Path], list[Path]]:
             )
     if not images:
         raise InputError(f"{folder} has no images ({', '.join(sorted(SUFFIXES))})")
-    return images, sorted({*files} - {*images})
+    below = (Path(parent, name) for parent, names, _ in os.walk(folder) for name in names)
+    links = {path for path in below if path.is_symlink() and _is_data(path, folder)}
+    return images, sorted({*files} - {*images} | links)
 
 
 def left_out(files: Sequence[Path]) -> str:
     """The message that files of a folder are left out, with how their names end."""
-    counts = Counter(path.suffix.lower() or "no ending" for path in files)
-    endings = ", ".join(f"{ending} {count}" for ending, count in counts.most_common(8))
+    kinds = ("link to a folder" if p.is_dir() else p.suffix.lower() or "no ending" for p in files)
+    endings = ", ".join(f"{kind} {count}" for kind, count in Counter(kinds).most_common(8))
     return f"files left out, not images by their names: {len(files)} ({endings})"
 
 
@@ -129,12 +132,12 @@ def is_image(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES
 
 
-def _split_by_class(files: list[tuple[Path, int]], seed: int) -> tuple[list[int], list[int]]:
+def _split_by_class(names: list[str], classes: list[int], seed: int) -> tuple[list[int], list[int]]:
     """80/20 within each class, by seed; a class of fewer than five images trains with all."""
     train: list[int] = []
     val: list[int] = []
-    labels = np.array([label for _, label in files])
-    for label in range(labels.max() + 1):
+    labels = np.array(classes)
+    for label in range(len(names)):
         generator = np.random.Generator(np.random.PCG64(mix(seed, label)))
         order = generator.permutation(np.flatnonzero(labels == label))
         cut = len(order) // 5
@@ -145,6 +148,9 @@ def _split_by_class(files: list[tuple[Path, int]], seed: int) -> tuple[list[int]
             "every class has fewer than five images, so none can be kept for validation: "
             "add images, or give train/ and val/ folders"
         )
+    if few := [name for label, name in enumerate(names) if (labels == label).sum() < 5]:
+        found = f"{len(few)} classes have fewer than five images, so none to validate on"
+        log.warning(f"{found}: {', '.join(few[:10])}")
     return train, val
 
 
