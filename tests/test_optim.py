@@ -97,6 +97,23 @@ def test_the_run_says_where_batch_and_rate_come_from(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize(
+    ("samples", "world_size", "says"),
+    [
+        (16, 1, "with --global-batch-size 1 there would be 16"),  # the default: 12, one step
+        (50, 2, "with --global-batch-size 4 there would be 12"),
+        (16, 4, "with --global-batch-size 4 there would be 4"),
+        (9, 6, "the data set has 9 samples only"),
+        (120, 1, None),
+    ],
+)
+def test_a_run_of_few_steps_per_epoch_says_what_would_give_more(
+    caplog: pytest.LogCaptureFixture, samples: int, world_size: int, says: str | None
+) -> None:
+    OptimizerOptions().fit(samples, world_size)
+    assert caplog.messages == ([f"few steps per epoch: {says}"] if says else [])
+
+
+@pytest.mark.parametrize(
     ("classes", "train_losses", "names"),
     [
         (5, [1.77, 3.46], [False, True]),  # seen: ResNet-18 on 160 photos, learning rate 0.1
@@ -159,6 +176,8 @@ def test_linear_scaling_without_warm_up_is_for_batches_below_5000() -> None:
         {"lrf": 1.5},
         {"momentum": math.nan},
         {"warmup_epochs": -1.0},
+        {"warmup_epochs": 1e308},
+        {"warmup_epochs": math.inf},
     ],
 )
 def test_combinations_that_mean_nothing(wrong: dict[str, float]) -> None:

@@ -53,6 +53,8 @@ class ScheduleOptions:
             raise ValueError("give --global-batch-size or --batch-size-per-rank, not both")
         refuse_below(self, epochs=1, max_steps=1, global_batch_size=1, batch_size_per_rank=1)
         refuse_below(self, scale_lr=1, warmup_epochs=0)
+        if self.warmup_epochs > 1e6:
+            raise ValueError(f"--warmup-epochs must be at most 1e6, got {self.warmup_epochs}")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"--lr must be positive and finite, got {self.lr}")
         if not 0 <= self.lrf <= 1:
@@ -91,16 +93,17 @@ class ScheduleOptions:
                 source += f", the nearest multiple of {world_size * micro_batches}"
         if self.scale_lr:
             rate += f" x {size} / {self.scale_lr}"
-        steps, smaller = samples // size, _near(usual, world_size * micro_batches)
+        steps = samples // size
         log.info(
             f"batch size {size} ({source}), steps per epoch: {steps}, "
             f"learning rate {fitted.peak_lr(size):g} ({rate})"
         )
-        if 0 < steps < min(STEPS_PER_EPOCH, samples // smaller):
-            log.warning(
-                f"few steps per epoch: with --global-batch-size {smaller} there would be "
-                f"{samples // smaller}"
-            )
+        if 0 < steps < STEPS_PER_EPOCH:
+            parts = world_size * micro_batches
+            smaller = max(1, min(usual, samples // STEPS_PER_EPOCH) // parts) * parts
+            would = f"with --global-batch-size {smaller} there would be {samples // smaller}"
+            small = f"the data set has {samples} samples only"
+            log.warning(f"few steps per epoch: {would if smaller < size else small}")
         if self.warmup_epochs >= self.epochs:
             log.warning(
                 f"--warmup-epochs {self.warmup_epochs:g} of --epochs {self.epochs}: the learning "
