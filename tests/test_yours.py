@@ -42,7 +42,7 @@ from common.launch.ranks import Ranks
 from common.launch.report import report
 from common.run.options import RunOptions, flatten
 from common.seeds import rng_state
-from common.training.ddp import warm_up
+from common.training.ddp import chunks, warm_up
 from common.training.evaluate import Evaluation, evaluate, score_classes
 from common.training.losses import check_losses
 from common.training.optimizer import OptimizerOptions
@@ -362,6 +362,20 @@ def test_a_broken_sample_is_named_with_its_index_and_rank(
     assert re.match(rf"error: rank 3 on \S+: {says}", lines[0]), said
     assert ("in __getitem__" in said) == (fault == "raises"), "the user's line"
     assert (len(lines) == 1) == (fault == "none")
+
+
+def test_batches_with_texts_are_cut_into_parts() -> None:
+    """As default_collate makes them: a list of names, and a tuple for each of two texts."""
+    batch = Samples(Dicts(), range(90), 7).__getitems__([(0, index) for index in range(6)])
+    pairs = [tuple("abcdef"), tuple("uvwxyz")]
+    first, last = chunks((batch, pairs, ()), 2)
+    for (part, two, _), indices in ((first, range(3)), (last, range(3, 6))):
+        assert part["name"] == [f"sample {index}" for index in indices]
+        assert part["tokens"][:, 0].tolist() == [300 + index for index in indices]
+        assert two == [tuple(text[index] for index in indices) for text in pairs]
+    for wrong in ("text", 3, None, ["a", "b"], torch.zeros(())):
+        with pytest.raises(TrainingError, match=r"a batch holds .* cannot cut: let the collate"):
+            chunks([torch.zeros(4, 2), wrong], 2)
 
 
 def test_errors_of_a_recipe_that_does_not_fit_its_samples_say_so() -> None:

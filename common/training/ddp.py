@@ -1,7 +1,8 @@
 """Around DistributedDataParallel: how gradients are sent, and the same bits after a resume."""
 
 import contextlib
-from collections.abc import Iterator
+import reprlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from common import log
-from common.errors import InputError, multiples_near
+from common.errors import InputError, TrainingError, multiples_near
 from common.options import free, refuse_below
 from common.seeds import rng_state, set_rng_state
 from common.training.models import has_trained_batch_norm
@@ -95,10 +96,38 @@ def set_comm_hook(ddp: DistributedDataParallel, options: ParallelOptions) -> Non
 
 
 def chunks(batch: Any, count: int) -> list[Any]:
-    """A batch (tensors, alone or in lists, tuples and dicts) in equal parts."""
-    parts, structure = tree_flatten(batch)
-    by_part = zip(*(part.chunk(count) for part in parts), strict=True)
-    return [tree_unflatten(part, structure) for part in by_part]
+    """A batch in equal parts.
+
+    Args:
+        batch: tensors, and lists of other things with one entry per sample, such as their names;
+            alone or in lists, tuples and dicts.
+        count: parts.
+
+    Raises:
+        TrainingError: the batch holds something else.
+    """
+    parts, structure = tree_flatten(batch, is_leaf=_is_list_of_other_things)
+    samples = {len(part) for part in parts if isinstance(part, Tensor) and part.dim()}
+    cut: list[Sequence[Any]] = []
+    for part in parts:
+        if isinstance(part, Tensor) and part.dim():
+            cut.append(part.chunk(count))
+        elif isinstance(part, list | tuple) and len(part) in samples:
+            size = len(part) // count
+            cut.append([part[size * n : size * (n + 1)] for n in range(count)])
+        else:
+            raise TrainingError(
+                f"a batch holds {reprlib.repr(part)}, which --accumulate and --virtual-ranks "
+                "cannot cut: let the collate function give a tensor or a list with one entry per "
+                "sample, or leave it out"
+            )
+    return [tree_unflatten(part, structure) for part in zip(*cut, strict=True)]
+
+
+def _is_list_of_other_things(part: Any) -> bool:
+    if not isinstance(part, list | tuple) or not part:
+        return False
+    return not any(isinstance(value, Tensor | list | tuple | dict) for value in part)
 
 
 def micro_batches(ddp: DistributedDataParallel, batch: Any, count: int) -> Iterator[Any]:
