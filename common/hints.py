@@ -96,7 +96,8 @@ _TABLE = {
         "parameter? TORCH_DISTRIBUTED_DEBUG=DETAIL names them"
     ),
     r"DataLoader worker .*(exited unexpectedly|Bus error|is killed by signal)|unable to (mmap|open)"
-    r" shared memory|^(ConnectionResetError|ConnectionRefusedError|EOFError)": (
+    r" shared memory|^(ConnectionResetError|ConnectionRefusedError|EOFError)"
+    r"|^FileNotFoundError:? \[Errno 2\] No such file or directory$": (  # its socket has no name
         f"a loading process died: out of memory, or /dev/shm is too small ({SHARED_MEMORY_HINT}); "
         "--num-workers 0 shows its own error"
     ),

@@ -53,6 +53,7 @@ MESSAGES = [
         "--shm-size=8g",
     ),
     ("RuntimeError: DataLoader worker (pid(s) 17079) exited unexpectedly", "--num-workers 0"),
+    ("FileNotFoundError: [Errno 2] No such file or directory", "a loading process died"),
     ("IndexError: Target 3 is out of bounds.", "labels are 0 to classes - 1"),
     (
         "DistNetworkError: The server socket has failed to listen on any local network "
@@ -330,6 +331,12 @@ def test_no_option_is_advised_that_the_recipe_has_not() -> None:
         for typed in OTHER_NAMES:
             advised = hints.meant(typed, known)
             assert {*filter(None, advised.split(" or "))} <= known
+
+
+def test_a_file_that_is_not_there_is_no_loading_process() -> None:
+    assert not hints.hint("FileNotFoundError: [Errno 2] No such file or directory: 'a.jpg'")
+    line = _error_line(FileNotFoundError(2, "No such file or directory"), Ranks())
+    assert "--num-workers 0 shows its own error" in line, "torch's DataLoader raises it like this"
 
 
 def test_what_is_not_known_gets_no_advice() -> None:
