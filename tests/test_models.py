@@ -127,6 +127,14 @@ def test_every_model_takes_its_images_in_either_norm(model: str, channels: int) 
             assert built(torch.zeros(2, channels, 32, 32)).shape == (2, 7)
 
 
+@pytest.mark.parametrize("model", ["convnet", "resnet18"])
+def test_data_that_do_not_say_their_sizes_need_a_model_of_their_own(model: Any) -> None:
+    for sizes in ((0, 10, 8), (1, 0, 8), (1, 10, 0)):
+        needs = rf"needs channels, class_names and side for --model {model}: got {sizes[0]}, "
+        with pytest.raises(InputError, match=needs):
+            build_model(ModelOptions(model=model), *sizes)
+
+
 def test_options_that_mean_nothing() -> None:
     with pytest.raises(ValueError, match="--dropout"):
         ModelOptions(dropout=1.0)

@@ -105,7 +105,17 @@ class ConvNet(nn.Module):
 
 
 def build_model(options: ModelOptions, channels: int, classes: int, side: int = 224) -> nn.Module:
-    """The model for images (samples, channels, side, side); its last layer is called `fc`."""
+    """The model for images (samples, channels, side, side); its last layer is called `fc`.
+
+    Raises:
+        InputError: one of the sizes is 0, as in own data that do not say it.
+    """
+    if not channels or not classes or not side:
+        raise InputError(
+            f"Data(...) needs channels, class_names and side for --model {options.model}: got "
+            f"{channels}, {classes} names and {side}; give them, or use a model of your own "
+            "(docs/bring-your-own.md)"
+        )
     chosen = options.resolved(side)
     norm = partial(nn.GroupNorm, 8) if chosen["norm"] == "group" else nn.BatchNorm2d
     if options.model == "convnet":
