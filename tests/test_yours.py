@@ -560,6 +560,19 @@ def test_buffers_that_forward_assigns_are_exact(pool: Pool, tmp_path: Path) -> N
     assert run(1, "one", 2, 5) == run(2, "two", 2, 5) == run(2, "two cut", 2, 2, 5)
 
 
+class Versioned(Counted):
+    """Has a state that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+
+def test_a_state_that_is_no_tensor_is_refused_before_training(pool: Pool, tmp_path: Path) -> None:
+    says = r"holds _extra_state, which is no tensor \(dict\): keep it in a buffer"
+    with pytest.raises(InputError, match=says):
+        pool.run(train_model, 1, tmp_path, Versioned, {})
+
+
 # Evaluation and options
 
 

@@ -181,8 +181,15 @@ def warm_up(
         autocast: the context that training uses.
 
     Raises:
-        InputError: the model cannot train on such a batch (BatchNorm over a single value).
+        InputError: the model cannot train on such a batch (BatchNorm over a single value), or its
+            state_dict does not consist of tensors, so that its weights could not be saved.
     """
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise InputError(
+                f"the model's state_dict holds {name.removeprefix('module.')}, which is no tensor "
+                f"({type(value).__name__}): keep it in a buffer, not in get_extra_state"
+            )
     inputs = tree_map_only(Tensor, lambda x: x.expand(batch_size, *x.shape).contiguous(), sample)
     context = autocast or contextlib.nullcontext()
     with left_as_it_was(model):
