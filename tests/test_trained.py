@@ -426,6 +426,20 @@ def test_a_result_that_cannot_be_written_is_no_success(
         assert "Traceback" not in done.stderr
 
 
+def test_an_answer_that_is_not_finite_is_no_result(
+    pool: Pool, photo_run: Path, tmp_path: Path
+) -> None:
+    file, huge = tmp_path / "one.jpg", tmp_path / "huge.pt"
+    photo(file, 1)
+    weights = torch.load(photo_run / "model.pt")
+    torch.save({name: value * 1e38 for name, value in weights.items()}, huge)
+    said = refusal(predicted(pool, photo_run, file, "--json", "--weights", huge))
+    assert f"the model's answer to {file} is not finite with {huge}: give other" in said
+    status, printed, said = evaluated(pool, 1, photo_run, "--weights", huge)
+    assert (status, "val_loss" in printed) == (2, False)
+    assert f"error: val_loss is not finite with {huge}: give other weights\n" in said
+
+
 def test_evaluate_on_another_folder_and_with_other_weights(
     pool: Pool, photo_run: Path, data: dict[int, tuple[str, list[Path]]], tmp_path: Path
 ) -> None:

@@ -398,7 +398,7 @@ def doctor(given: argparse.Namespace) -> int:
         print(show(unwell, f"rank {ranks.rank} on {socket.gethostname()}: "), file=sys.stderr)
     elif ranks.is_main and given.json:
         content = [{"about": about, **one._asdict()} for about, one in findings]
-        print(json.dumps(content, indent=2))
+        print(json.dumps(content, indent=2, allow_nan=False))
     elif ranks.is_main:
         print(show(findings), flush=True)
     return STATUS_FAILED if any(one.state == "error" for _, one in findings) else STATUS_FINISHED

@@ -165,6 +165,11 @@ def evaluate_run(given: argparse.Namespace, run: Trained, recipe: Any, ranks: Ra
         loader = make_loader(val, keys, num_workers=workers, pin_memory=device.type == "cuda")
         batches = DeviceBatches(loader, device, parts.dtype, parts.mean, parts.std)
         found = evaluate(model, batches, len(val), score=parts.score)
+        if broken := [name for name, mean in found.means.items() if not math.isfinite(mean)]:
+            raise InputError(
+                f"val_{broken[0]} is not finite with {given.weights or run.own_weights}: give "
+                "other weights"
+            )
     result = {
         **{f"val_{name}": mean for name, mean in found.means.items()},
         **({"val_correct": found.correct} if "accuracy" in found.means else {}),
@@ -175,7 +180,7 @@ def evaluate_run(given: argparse.Namespace, run: Trained, recipe: Any, ranks: Ra
         return
     if given.json:
         sha = weights_sha256(model.state_dict())
-        text = json.dumps({**result, "held_out": own, "weights_sha256": sha})
+        text = json.dumps({**result, "held_out": own, "weights_sha256": sha}, allow_nan=False)
     else:
         what = f"held-out samples of {run.folder}" if own else f"images in {given.data_path}"
         where = f"world_size {ranks.world_size}, device {device_in_words(given.device, device)}"

@@ -89,6 +89,16 @@ def batches_of(paths: Sequence[Path], run: Trained) -> Iterator[tuple[list[Path]
             yield part, list(now)
 
 
+def refuse_not_finite(logits: Tensor, paths: Sequence[Path], weights: Path) -> None:
+    """Raise InputError if the model's answer (images, classes) to an image is not finite."""
+    finite = logits.isfinite().all(1).tolist()
+    if not all(finite):
+        raise InputError(
+            f"the model's answer to {paths[finite.index(False)]} is not finite with {weights}: "
+            "give other weights"
+        )
+
+
 def row(path: Path, ranking: list[tuple[str, float]], widths: tuple[int, int]) -> str:
     """A line of the table."""
     (best, probability), *others = ranking
@@ -100,7 +110,8 @@ def row(path: Path, ranking: list[tuple[str, float]], widths: tuple[int, int]) -
 def entry(path: Path, ranking: list[tuple[str, float]]) -> str:
     """A line of --json."""
     top = [{"class": name, "probability": probability} for name, probability in ranking]
-    return json.dumps({"file": str(path), **top[0], "top": top}, ensure_ascii=False)
+    content = {"file": str(path), **top[0], "top": top}
+    return json.dumps(content, ensure_ascii=False, allow_nan=False)
 
 
 def show(text: str, stream: TextIO) -> None:
@@ -143,6 +154,7 @@ def predict(given: argparse.Namespace) -> int:
         sound = [pair for pair in zip(part, images, strict=True) if isinstance(pair[1], Tensor)]
         if sound:
             logits = model(prepare(torch.stack([image for _, image in sound])))
+            refuse_not_finite(logits, [path for path, _ in sound], given.weights or run.own_weights)
             best = logits.double().softmax(1).topk(min(given.top_k, len(classes)))
             rankings = zip(best.values.tolist(), best.indices.tolist(), strict=True)
             lines = []

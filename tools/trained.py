@@ -43,6 +43,11 @@ class Trained:
         """Names of the classes, by index."""
         return list(self.preprocessing["classes"])
 
+    @property
+    def own_weights(self) -> Path:
+        """The file of its weights."""
+        return self.folder / "model.pt"
+
     def prepared(self, image: Tensor) -> Tensor:
         """The bytes (channels, side, side) that the model sees of an RGB image (3, ...)."""
         image = image[: self.channels]  # all three of a grey image are equal
@@ -69,7 +74,7 @@ class Trained:
         dtype, _, _ = mixed_precision(self.options(RunOptions).precision, device)
         model = build_model(options, self.channels, len(self.classes), side)
         model.to(dtype)  # before the weights, which may be of fp64
-        file = weights or self.folder / "model.pt"
+        file = weights or self.own_weights
         refuse_altered(file, self.folder, self.summary)
         sizes = "(and channels and classes in preprocessing.json)"
         load_all(model, file, options.model, f"{self.folder}/config.json {sizes}")
