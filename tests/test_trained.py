@@ -20,6 +20,7 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, resize
 
 from common.cli import parse
+from common.errors import TrainingError
 from common.launch.ranks import Ranks
 from common.training.models import ModelOptions, build_model, how_to_build
 from tests.conftest import ROOT, Recipe, clean_env, need
@@ -438,6 +439,35 @@ def test_an_answer_that_is_not_finite_is_no_result(
     status, printed, said = evaluated(pool, 1, photo_run, "--weights", huge)
     assert (status, "val_loss" in printed) == (2, False)
     assert f"error: val_loss is not finite with {huge}: give other weights\n" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "altered"),
+    [
+        ({"val_loss": 1.6921395168339257}, False),
+        ({"val_accuracy": 213 / 360, "val_correct": 213}, False),
+        ({"val_accuracy": 213 / 360}, True),
+        ({"val_correct": 99999}, True),
+        ({"val_correct": 0}, True),
+        ({"val_correct": 213}, True),
+        ({"val_total": 370}, True),
+        ({"val_loss": 2.0}, True),
+        ({"val_accuracy": 1e308}, True),
+    ],
+)
+def test_numbers_of_samples_have_no_last_bits(changes: dict[str, Any], altered: bool) -> None:
+    result = {
+        "val_loss": 1.6921395168339255,
+        "val_accuracy": 214 / 360,
+        "val_correct": 214,
+        "val_total": 360,
+    }
+    assert evaluate.verdict(result, result) == "the same as in summary.json, to the bit"
+    if not altered:
+        assert "the last bits" in evaluate.verdict(result, {**result, **changes})
+        return
+    with pytest.raises(TrainingError, match="a file of the run was altered"):
+        evaluate.verdict(result, {**result, **changes})
 
 
 def test_evaluate_on_another_folder_and_with_other_weights(
