@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,14 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, resize
 
 from common.cli import parse
-from common.errors import TrainingError
+from common.errors import InputError, TrainingError
 from common.launch.ranks import Ranks
 from common.training.models import ModelOptions, build_model, how_to_build
 from tests.conftest import ROOT, Recipe, clean_env, need
 from tests.pool import Pool
 from tests.test_data import flowers, idx, photo
 from tools import evaluate, predict
+from tools.trained import load_all
 
 TINY = "--num-workers 0 --epochs 1 --max-steps 2 --global-batch-size 8 --lr 0.001 --cpu-threads 1"
 MODELS = {
@@ -468,6 +470,28 @@ def test_numbers_of_samples_have_no_last_bits(changes: dict[str, Any], altered: 
         return
     with pytest.raises(TrainingError, match="a file of the run was altered"):
         evaluate.verdict(result, {**result, **changes})
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # quantized tensors are deprecated
+def test_weights_of_another_kind_are_refused(tmp_path: Path) -> None:
+    model, file = build_model(ModelOptions(model="resnet18"), 1, 10, 8), tmp_path / "other.pt"
+    kinds: list[tuple[Callable[[Tensor], Tensor], str]] = [
+        (
+            lambda v: v > 0,
+            r"does not fit resnet18: conv1\.weight is of torch\.bool, which holds no",
+        ),
+        (lambda v: v.char(), r"conv1\.weight is of torch\.int8, which holds no floating-point"),
+        (
+            lambda v: torch.quantize_per_tensor(v.float(), 0.1, 0, torch.qint8),
+            r"conv1\.weight is quantized: give",
+        ),
+    ]
+    for cast, says in kinds:
+        torch.save({name: cast(value) for name, value in model.state_dict().items()}, file)
+        with pytest.raises(InputError, match=says):
+            load_all(model, file, "resnet18", "config.json")
+    torch.save(model.half().state_dict(), file)
+    load_all(model.float(), file, "resnet18", "config.json")  # with whole numbers of BatchNorm
 
 
 def test_evaluate_on_another_folder_and_with_other_weights(

@@ -192,7 +192,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """A `state_dict`, alone or under a key, without DataParallel's `module.` prefix.
 
     Raises:
-        InputError: no such file, or not a weights file.
+        InputError: no such file, not a weights file, or one with quantized tensors, which hardly
+            any function of torch takes.
     """
     refuse_closed("--weights", path)
     if not path.is_file():
@@ -208,6 +209,11 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         isinstance(name, str) and isinstance(value, Tensor) for name, value in found.items()
     ):
         raise InputError(f"--weights {path} holds no state_dict (names to tensors)")
+    if name := next((name for name, value in found.items() if value.is_quantized), None):
+        raise InputError(
+            f"--weights {path}: {name} is quantized: give a file with a dense model's finite "
+            "weights"
+        )
     return {name.removeprefix("module."): value for name, value in found.items()}
 
 
