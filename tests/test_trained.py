@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import re
 import shlex
 import shutil
@@ -344,6 +345,16 @@ def test_bad_input_to_predict(
     assert "preprocessing.json is missing" in refusal(predicted(pool, changed, file))
     (changed / "summary.json").unlink()
     assert "has not finished" in refusal(predicted(pool, changed, file))
+
+
+def test_a_pipe_is_refused_and_not_opened(tmp_path: Path) -> None:
+    pipe, image, link = tmp_path / "pipe.png", tmp_path / "one.png", tmp_path / "link.png"
+    os.mkfifo(pipe)
+    Image.new("L", (8, 8)).save(image)
+    link.symlink_to(image)
+    with pytest.raises(InputError, match=r"pipe\.png is no file, but a pipe"):
+        predict.listed([link, pipe], 1)
+    assert predict.listed([link], 1) == ([link], [])
 
 
 def test_a_model_trained_from_other_weights_needs_their_file_no_more(

@@ -45,8 +45,8 @@ def listed(inputs: Sequence[Path], channels: int) -> tuple[list[Path], list[Path
     """The images to predict, in the order given, those of a folder sorted; and the other files.
 
     Raises:
-        InputError: an input does not exist, is no image, or is a folder without images; or the
-            model takes grey images and one has colours.
+        InputError: an input does not exist, is no file, no image, or a folder without images; or
+            the model takes grey images and one has colours.
     """
     paths: list[Path] = []
     others: list[Path] = []
@@ -56,6 +56,8 @@ def listed(inputs: Sequence[Path], channels: int) -> tuple[list[Path], list[Path
         if given.is_dir():
             found, more = images_and_others(given)
             others += more
+        elif not given.is_file():  # opening a pipe waits for its writer
+            raise InputError(f"{given} is no file, but a pipe, a socket or a device: leave it out")
         elif is_image(given):
             found = [given]
         else:
