@@ -18,6 +18,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from hypothesis import given, settings, strategies
+from PIL import Image
 
 from common import cli
 from common.data.datasets import DataOptions, load_data
@@ -28,10 +29,13 @@ from common.options import given_path
 from common.run.claim import refuse_unwritable
 from common.snapshots.files import _find, list_snapshots
 from common.training.models import ModelOptions, build_model, load_matching
+from recipes.ddp_launch.train import Config
 from tests.conftest import ROOT, Recipe, need_root
 from tests.pool import Pool, call_main, in_group
 from tests.test_data import faulty_folder, flowers
+from tests.test_recorded import a_run
 from tests.test_snapshot import Harmless
+from tools import predict, reproduce, trained
 
 
 def assert_refused(pool: Pool, says: str, *options: str | Path, name: str = "ddp_launch") -> None:
@@ -281,6 +285,46 @@ def test_what_may_not_be_read_is_named_with_its_group() -> None:
                 r"--group-add 54321$",
                 str(refused.value),
             )
+
+
+def test_a_closed_run_is_not_called_altered_or_no_run() -> None:
+    need_root()
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        root.chmod(0o755)
+        run = root / "run"
+        run.mkdir()
+        model = build_model(ModelOptions(), 1, 10, 8)
+        a_run(run, "ddp_launch", Config(), model)
+        image = root / "images" / "one.png"
+        image.parent.mkdir()
+        Image.new("L", (8, 8)).save(image)
+
+        def load() -> None:
+            trained.read(run).model(None, torch.device("cpu"))
+
+        with as_user(12345):
+            load()
+            reproduce.read(run)
+            predict.listed([image], 1)
+        for closed, read in (
+            (run, load),
+            (run, lambda: reproduce.read(run)),
+            (run / "config.json", load),
+            (run / "summary.json", load),
+            (run / "model.pt", load),
+            (run / "metrics.jsonl", lambda: reproduce.read(run)),
+            (image.parent, lambda: predict.listed([image], 1)),
+            (image, lambda: predict.listed([image], 1)),
+        ):
+            mode = closed.stat().st_mode
+            closed.chmod(0)
+            with (
+                as_user(12345),
+                pytest.raises(InputError, match=f"cannot be read: {closed} belongs to user 0"),
+            ):
+                read()
+            closed.chmod(mode)
 
 
 def test_closed_images_and_data_sets_are_not_called_damaged_or_missing(pool: Pool) -> None:

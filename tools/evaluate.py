@@ -34,7 +34,7 @@ from common.data.image_folder import (
 from common.data.stream import Samples, eval_batch_size, fixed_batches, make_loader
 from common.data.workers import choose_num_workers
 from common.errors import InputError, TrainingError
-from common.files import weights_sha256
+from common.files import refuse_closed, weights_sha256
 from common.group.collectives import agreed
 from common.group.devices import choose_device
 from common.group.process_group import process_group
@@ -92,9 +92,11 @@ def photos(run: Trained, folder: Path, ranks: Ranks) -> Samples:
     """All images of a folder with one sub-folder per class. Calls a collective.
 
     Raises:
-        InputError: no such sub-folders, other classes, or an image that the model cannot take.
+        InputError: no such sub-folders, other classes, an image that the model cannot take, or a
+            folder that may not be read.
     """
     with agreed():
+        refuse_closed("--data-path", folder)
         names = class_names(folder) if folder.is_dir() else []
         if not names:
             raise InputError(f"--data-path {folder} has no sub-folders: make one per class")

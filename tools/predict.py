@@ -26,6 +26,7 @@ from tqdm import tqdm
 from common.data.batches import DeviceBatches
 from common.data.image_folder import SUFFIXES, decoded, images_and_others, is_image, left_out
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
+from common.files import refuse_closed
 from common.group.devices import choose_device
 from common.group.host import usable_cores
 from common.launch.ranks import Ranks
@@ -45,12 +46,13 @@ def listed(inputs: Sequence[Path], channels: int) -> tuple[list[Path], list[Path
     """The images to predict, in the order given, those of a folder sorted; and the other files.
 
     Raises:
-        InputError: an input does not exist, is no file, no image, or a folder without images; or
-            the model takes grey images and one has colours.
+        InputError: an input does not exist, may not be read, is no file, no image, or a folder
+            without images; or the model takes grey images and one has colours.
     """
     paths: list[Path] = []
     others: list[Path] = []
     for given in inputs:
+        refuse_closed("the input", given)
         if not given.exists():
             raise InputError(f"{given} does not exist")
         if given.is_dir():

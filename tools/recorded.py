@@ -15,6 +15,7 @@ from types import NoneType
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from common.errors import InputError
+from common.files import refuse_closed
 from common.identity import decisive
 
 G = TypeVar("G")
@@ -139,6 +140,7 @@ def read_record(path: Path, entries: dict[str, Entry]) -> Content:
     Raises:
         InputError: names the file, and the key if that is missing or wrong.
     """
+    refuse_closed("the file", path)
     try:
         return checked(json.loads(path.read_text(encoding="utf-8")), entries, path)
     except FileNotFoundError:

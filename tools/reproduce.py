@@ -27,7 +27,7 @@ from typing import Any
 
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
 from common.figure import save_figure
-from common.files import read_metrics, result_folder, write_json
+from common.files import read_metrics, refuse_closed, result_folder, write_json
 from common.git import git
 from common.identity import decisive, differences
 from common.launch.process import end_with_parent
@@ -55,9 +55,10 @@ def read(folder: Path) -> Recorded:
     """Read a run's folder.
 
     Raises:
-        InputError: it is not a run's folder, or the run has not finished.
+        InputError: it is not a run's folder, may not be read, or the run has not finished.
     """
     for name in ("manifest.json", "config.json", "metrics.jsonl", "summary.json"):
+        refuse_closed("the file", folder / name)
         if not (folder / name).is_file():
             unfinished = ": the run has not finished" if name == "summary.json" else ""
             raise InputError(f"{folder} holds no {name}{unfinished}")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchvision.transforms.v2 import functional
 
 from common.errors import InputError
-from common.files import weights_sha256
+from common.files import refuse_closed, weights_sha256
 from common.run.options import RunOptions
 from common.seeds import mixed_precision
 from common.training.models import ModelOptions, build_model, load_matching, read_weights
@@ -119,8 +119,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The options of a run, resolved.
 
     Raises:
-        InputError: it is no folder of a run, or the file is damaged.
+        InputError: it is no folder of a run, or the file is damaged or may not be read.
     """
+    refuse_closed("the file", folder / "config.json")
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder} is not the folder of a run: it holds no config.json")
     return read_record(folder / "config.json", CONFIG)
@@ -138,6 +139,8 @@ def refuse_unfinished(folder: Path) -> None:
 def refuse_altered(weights: Path, folder: Path, summary: dict[str, Any]) -> None:
     """Raise InputError if `weights` is the run's own model.pt or best.pt, but not as it wrote it.
 
+    A file that may not be read is refused, too: nothing is known of it.
+
     Args:
         weights: the file.
         folder: of the run.
@@ -150,6 +153,7 @@ def refuse_altered(weights: Path, folder: Path, summary: dict[str, Any]) -> None
             continue
         if not path.exists():
             raise InputError(f"{path} is missing: restore it, or {again}")
+        refuse_closed("the file", path)
         try:
             found = weights_sha256(read_weights(path))
         except (InputError, RuntimeError):  # no file of weights; a tensor without bytes
