@@ -10,6 +10,7 @@ from common import cli
 from common.errors import InputError
 from common.launch.process import die_with_parent, end_process, stop_at_once
 from common.stack import check_environment
+from tools.command import to_stdout
 
 LAUNCHED = {
     "ranks": "one process per device, started by this command, torchrun, srun or mpirun",
@@ -34,6 +35,18 @@ def recipes() -> dict[str, str]:
     return {file.parent.name: file.read_text().splitlines()[0].strip('"') for file in files}
 
 
+def show(known: dict[str, str]) -> None:
+    """Print the recipes and the commands."""
+    print("usage: python -m recipes NAME [--nproc N] [options]")
+    print("       python -m recipes NAME --help               lists the options\n")
+    for recipe, line in known.items():
+        launched = LAUNCHED[import_module(f"recipes.{recipe}").LAUNCHED]
+        print(f"  {recipe:<20} {line}\n  {'':<20} launched: {launched}")
+    print()
+    for command, line in COMMANDS.items():
+        print(f"  {command:<20} {line}")
+
+
 def main() -> int:
     """List the recipes, or run one."""
     die_with_parent()
@@ -41,17 +54,12 @@ def main() -> int:
     known = recipes()
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        print("usage: python -m recipes NAME [--nproc N] [options]")
-        print("       python -m recipes NAME --help               lists the options\n")
-        for recipe, line in known.items():
-            launched = LAUNCHED[import_module(f"recipes.{recipe}").LAUNCHED]
-            print(f"  {recipe:<20} {line}\n  {'':<20} launched: {launched}")
-        print()
-        for command, line in COMMANDS.items():
-            print(f"  {command:<20} {line}")
-        return 0
+        return to_stdout(lambda: show(known))
     if name in {command.split()[0] for command in COMMANDS}:
-        return int(import_module(f"tools.{name}").main(arguments))
+        try:
+            return int(import_module(f"tools.{name}").main(arguments))
+        except SystemExit as end:  # after --help
+            return int(end.code or 0)
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         fix = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
@@ -60,7 +68,9 @@ def main() -> int:
         check_environment()
     except InputError as error:
         return cli.refuse(error)
-    return cli.start(name, arguments)
+    if {"-h", "--help"} & set(arguments):
+        return to_stdout(lambda: cli.start(name, arguments))
+    return cli.start(name, arguments)  # which needs no stdout
 
 
 if __name__ == "__main__":

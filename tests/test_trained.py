@@ -25,6 +25,7 @@ from common.cli import parse
 from common.errors import InputError, TrainingError
 from common.launch.ranks import Ranks
 from common.training.models import ModelOptions, build_model, how_to_build
+from recipes import __main__ as front
 from tests.conftest import ROOT, Recipe, clean_env, need
 from tests.pool import Pool
 from tests.test_data import flowers, idx, photo
@@ -432,12 +433,60 @@ def test_a_result_that_cannot_be_written_is_no_success(
     line = shlex.join([sys.executable, "-m", "recipes", command, *map(str, words)])
     for where, status, says in (
         (">&-", 2, "error: stdout is closed, and the result goes there: redirect it to a file"),
-        (">/dev/full", 1, "the result cannot be written (No space left on device): make room"),
+        (">/dev/full", 1, "cannot write to stdout (No space left on device): make room"),
     ):
         done = recipe.finish(recipe.start("sh", "-c", f"{line} {where}"), tmp_path)
         assert (done.status, len(done.errors)) == (status, 1), done.stderr
         assert says in done.errors[0]
         assert "Traceback" not in done.stderr
+
+
+def front_door(
+    _ranks: Ranks, where: str, buffering: int, arguments: list[str]
+) -> tuple[int, list[str]]:
+    """The front door in a warm process, its stdout full or without reader: status, lines said."""
+    said = io.StringIO()
+    reader, writer = os.pipe()
+    os.close(reader)
+    if where == "full":
+        os.close(writer)
+        writer = os.open("/dev/full", os.O_WRONLY)
+    stdout = os.fdopen(writer, "w", buffering)
+    with (
+        contextlib.redirect_stdout(stdout),
+        contextlib.redirect_stderr(said),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr("sys.argv", ["recipes", *arguments])
+        status = front.main()
+    with contextlib.suppress(OSError):
+        stdout.close()
+    return status, [line for line in said.getvalue().splitlines() if "error" in line.lower()]
+
+
+@pytest.mark.parametrize("buffering", [1, -1], ids=["by line", "at the end"])
+def test_every_command_says_that_stdout_is_full_and_ends_quietly_without_reader(
+    pool: Pool, digits_run: Path, tmp_path: Path, buffering: int
+) -> None:
+    file, run = tmp_path / "one.png", str(digits_run)
+    Image.new("L", (8, 8)).save(file)
+    for words in (
+        ["--help"],
+        ["ddp_launch", "--help"],
+        ["predict", "--help"],
+        ["evaluate", "--help"],
+        ["predict", run, str(file)],
+        ["evaluate", run, "--nproc", "1", "--json"],
+        ["reproduce", run, "--against", run, "--output-dir", str(tmp_path / f"{buffering}")],
+        ["doctor"],
+    ):
+        ((status, errors),) = pool.run(front_door, 1, "full", buffering, words)
+        assert (status, len(errors)) == (1, 1), (words, errors)
+        full = r"error: (rank 0 on \S+: )?cannot write to stdout \(No space left on device\): make"
+        assert re.match(full, errors[0]), words
+        shutil.rmtree(tmp_path / f"{buffering}", ignore_errors=True)
+        ((status, errors),) = pool.run(front_door, 1, "gone", buffering, words)
+        assert (status, errors) == (0, []), words
 
 
 def test_an_answer_that_is_not_finite_is_no_result(

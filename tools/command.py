@@ -6,23 +6,19 @@ import io
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from common import closed_streams
-from common.errors import STATUS_FINISHED, InputError, TrainingError
+from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError, TrainingError
 from common.launch.ranks import Ranks
-from common.launch.report import report
+from common.launch.report import report, say
 
 
 def attempt(body: Callable[[], int | None]) -> int:
     """Run a command that has no state to save; return the exit status."""
     try:
         open_stdout()
-        with writing():
-            status = body() or STATUS_FINISHED
-            with contextlib.suppress(BrokenPipeError):  # as in `sample ... | head`
-                sys.stdout.flush()
-        return status
+        return to_stdout(body)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:  # the outermost frame: every failure becomes a status
@@ -46,19 +42,39 @@ def open_stdout() -> None:
             stream.reconfigure(encoding="utf-8" if ascii_only else None, errors="backslashreplace")
 
 
+class Unwritten(TrainingError):
+    """stdout takes no more."""
+
+
 @contextlib.contextmanager
 def writing() -> Iterator[None]:
-    """Say it if the result cannot be written; raises TrainingError."""
+    """Print to stdout. A reader that is gone ends this quietly, as in `sample ... | head`.
+
+    Raises:
+        Unwritten: stdout is full.
+    """
     try:
         yield
-    except BrokenPipeError:
-        raise
     except OSError as error:
         if error.filename is not None:
             raise
-        raise TrainingError(
-            f"the result cannot be written ({error.strerror}): make room, or write it elsewhere"
-        ) from error
+        if not isinstance(error, BrokenPipeError):
+            raise Unwritten(
+                f"cannot write to stdout ({error.strerror}): make room, or write it elsewhere"
+            ) from error
+
+
+def to_stdout(body: Callable[[], int | None]) -> int:
+    """Run what only prints, and show that stdout is full; return the exit status."""
+    status = STATUS_FINISHED
+    try:
+        with writing():
+            status = body() or STATUS_FINISHED
+            sys.stdout.flush()
+    except Unwritten as error:
+        say(f"error: {error}")
+        return STATUS_FAILED
+    return status
 
 
 class Parser(argparse.ArgumentParser):
@@ -75,3 +91,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise InputError instead of ending the process."""
         raise InputError(f"{message}. --help lists the options")
+
+    def print_help(self, file: Any = None) -> None:
+        """Print it; argparse says nothing if stdout is full."""
+        if status := to_stdout(lambda: print(self.format_help(), end="", file=file)):
+            self.exit(status)

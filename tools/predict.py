@@ -199,10 +199,4 @@ def main(arguments: Sequence[str]) -> int:
         help="auto: a GPU if there is one; default %(default)s",
     )
 
-    def body() -> int:
-        try:
-            return predict(parser.parse_args(list(arguments)))
-        except BrokenPipeError:  # as in `predict ... | head`
-            return STATUS_FINISHED
-
-    return attempt(body)
+    return attempt(lambda: predict(parser.parse_args(list(arguments))))
