@@ -23,7 +23,7 @@ from recipes.fsdp.train import Config as TextConfig
 from tools import reproduce, sample, trained
 
 GONE = object()
-WRONG = [GONE, None, "x", [0.0], -1, float("nan")]
+WRONG = [GONE, None, "x", [0.0], -1, float("nan"), 10**400, [2**63]]
 """Instead of each entry. Some are right for some entries."""
 
 ALL = ["config.json", "summary.json", "manifest.json"]
@@ -169,6 +169,26 @@ def test_two_files_that_contradict_each_other_are_named(
             trained.read(run)
     finally:
         (run / name).write_text(intact)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "says"),
+    [
+        ("summary.json", "val_loss", 10**400, "must be a number, but is 1000"),
+        ("preprocessing.json", "mean", [2**63], "must be one number from -1,000 to 1,000 per"),
+        ("preprocessing.json", "mean", [10**400], "must be one number from -1,000 to 1,000 per"),
+        ("preprocessing.json", "std", [1e-320], "must be one number from 0.000001 to 1,000 per"),
+        ("preprocessing.json", "std", [1e300], "must be one number from 0.000001 to 1,000 per"),
+        ("config.json", "cpu_threads", 2**63, "must be a whole number, but is 9223372"),
+    ],
+)
+def test_a_number_that_is_too_large_or_too_small_is_named(
+    run: Path, name: str, key: str, value: Any, says: str
+) -> None:
+    content = json.loads((run / name).read_text())
+    (run / name).write_text(json.dumps({**content, key: value}))
+    with pytest.raises(InputError, match=f'{name}: "{key}" {says}'):
+        trained.read(run).options(RunOptions)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", "[" * 100_000, "\xff"])

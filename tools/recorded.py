@@ -5,8 +5,8 @@ silence nor be blamed on an image.
 """
 
 import json
-import math
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from importlib import import_module
@@ -32,13 +32,19 @@ class Entry(NamedTuple):
     optional: bool = False
 
 
-def _whole(value: Any, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+_LARGEST = 2**63 - 1
+"""Of torch's whole numbers; JSON knows no limit."""
 
 
-def _number(value: Any) -> bool:
+def _whole(value: Any, least: int = 0, most: int = _LARGEST) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _number(
+    value: Any, least: float = -sys.float_info.max, most: float = sys.float_info.max
+) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value)
+    return number and least <= value <= most  # neither infinite nor NaN
 
 
 def _list(value: Any, holds: Callable[[Any], bool], *lengths: int) -> bool:
@@ -69,10 +75,14 @@ PREPROCESSING = {
         "one or two whole numbers from 1 on", lambda v, _: _list(v, lambda n: _whole(n, 1), 1, 2)
     ),
     "crop": _SIZE,
-    "mean": Entry("one number per channel", lambda v, all_: _per_channel(v, all_, _number)),
+    # Of pixels from 0 to 1. The ranges are wide, but what the model sees stays finite.
+    "mean": Entry(
+        "one number from -1,000 to 1,000 per channel",
+        lambda v, all_: _per_channel(v, all_, lambda n: _number(n, -1000, 1000)),
+    ),
     "std": Entry(
-        "one number above 0 per channel",
-        lambda v, all_: _per_channel(v, all_, lambda n: _number(n) and n > 0),
+        "one number from 0.000001 to 1,000 per channel",
+        lambda v, all_: _per_channel(v, all_, lambda n: _number(n, 1e-6, 1000)),
     ),
     "classes": Entry(
         "a list of names, each once", lambda v, _: v and _list(v, _text) and len({*v}) == len(v)
@@ -118,7 +128,7 @@ METRICS = {
 
 _KINDS: dict[Any, Entry] = {
     bool: Entry("true or false", lambda v, _: isinstance(v, bool)),
-    int: Entry("a whole number", lambda v, _: _number(v) and isinstance(v, int)),
+    int: Entry("a whole number", lambda v, _: _whole(v, -_LARGEST)),
     float: Entry("a number", lambda v, _: _number(v)),
     str: _TEXT,
     Path: Entry("a path", lambda v, _: _text(v)),
