@@ -153,6 +153,7 @@ def test_an_entry_that_is_gone_or_wrong_is_named(
 @pytest.mark.parametrize(
     ("name", "key", "value", "says"),
     [
+        ("config.json", "image_size", 900, 'config.json: "image_size" is 900, but "crop" is 8 in'),
         ("config.json", "seed", 7, 'config.json: "seed" is 7, but 0 in manifest.json'),
         ("preprocessing.json", "classes", None, '"classes" differ from .*class_indices.json'),
     ],
@@ -179,6 +180,15 @@ def test_two_files_that_contradict_each_other_are_named(
         ("preprocessing.json", "mean", [10**400], "must be one number from -1,000 to 1,000 per"),
         ("preprocessing.json", "std", [1e-320], "must be one number from 0.000001 to 1,000 per"),
         ("preprocessing.json", "std", [1e300], "must be one number from 0.000001 to 1,000 per"),
+        ("preprocessing.json", "crop", 1_000_000, "must be a whole number from 1 to 10,000, but"),
+        (
+            "preprocessing.json",
+            "resize",
+            [8, 100_000],
+            "must be one or two whole numbers from 1 to",
+        ),
+        ("preprocessing.json", "resize", [2**63, 8], "must be one or two whole numbers from 1 to"),
+        ("config.json", "image_size", 1_000_000, "must be a whole number from 1 to 10,000 or null"),
         ("config.json", "cpu_threads", 2**63, "must be a whole number, but is 9223372"),
     ],
 )

@@ -66,15 +66,24 @@ _HASH = Entry("64 hexadecimal digits", lambda v, _: _text(v) and re.fullmatch(r"
 _TEXT = Entry("a text", lambda v, _: _text(v))
 _NUMBER = Entry("a number", lambda v, _: _number(v), optional=True)
 _SIZE = Entry("a whole number from 1 on", lambda v, _: _whole(v, 1))
+_MOST_PX = 10_000
+"""Side of an image. More would end for want of memory, and the image would be blamed."""
+_SIDE = Entry("a whole number from 1 to 10,000", lambda v, _: _whole(v, 1, _MOST_PX))
 
-CONFIG = {"recipe": _TEXT}
-"""The options are checked by `options_of`."""
+CONFIG = {
+    "recipe": _TEXT,
+    "image_size": Entry(
+        f"{_SIDE.words} or null", lambda v, all_: v is None or _SIDE.holds(v, all_), optional=True
+    ),
+}
+"""The other options are checked by `options_of`."""
 PREPROCESSING = {
     "channels": Entry("1 or 3", lambda v, _: _whole(v) and v in (1, 3)),
     "resize": Entry(
-        "one or two whole numbers from 1 on", lambda v, _: _list(v, lambda n: _whole(n, 1), 1, 2)
+        "one or two whole numbers from 1 to 10,000",
+        lambda v, _: _list(v, lambda n: _whole(n, 1, _MOST_PX), 1, 2),
     ),
-    "crop": _SIZE,
+    "crop": _SIDE,
     # Of pixels from 0 to 1. The ranges are wide, but what the model sees stays finite.
     "mean": Entry(
         "one number from -1,000 to 1,000 per channel",

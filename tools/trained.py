@@ -105,6 +105,11 @@ def read(folder: Path, *, own: bool = False) -> Trained:
             "manifest.json: restore the file, or train again"
         )
     seen = {} if own else read_record(folder / "preprocessing.json", PREPROCESSING)
+    if seen and config.get("image_size") not in (None, seen["crop"]):
+        raise InputError(
+            f'{folder}/config.json: "image_size" is {config["image_size"]}, but "crop" is '
+            f"{seen['crop']} in preprocessing.json: restore the file, or train again"
+        )
     names = folder / "class_indices.json"
     if seen and names.exists() and [*read_record(names, {}).values()] != seen["classes"]:
         raise InputError(
