@@ -201,6 +201,16 @@ def test_a_number_that_is_too_large_or_too_small_is_named(
         trained.read(run).options(RunOptions)
 
 
+@pytest.mark.parametrize("value", ["x", [1], True, None])
+def test_every_metric_of_the_summary_is_a_number(run: Path, value: Any) -> None:
+    content = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps({**content, "val_top5": value}))
+    readers: list[Callable[[Path], Any]] = [trained.read, reproduce.read]
+    for read in readers:
+        with pytest.raises(InputError, match=r'summary\.json: "val_top5" must be a number, but is'):
+            read(run)
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", "[" * 100_000, "\xff"])
 def test_a_damaged_file_is_named(run: Path, content: str) -> None:
     for name in ("preprocessing.json", *ALL):

@@ -105,8 +105,8 @@ SUMMARY = {
         lambda v, _: isinstance(v, dict) and _HASH.holds(v.get("weights_sha256"), v),
         optional=True,
     ),
-    **dict.fromkeys(("val_loss", "val_accuracy", "val_correct", "val_total"), _NUMBER),
 }
+"""`read_summary` checks the metrics, too."""
 _SEED = Entry("a whole number from 0 on", lambda v, _: _whole(v))
 DATA_OF_MANIFEST = {"data_fingerprint": _TEXT, "seed": _SEED}
 MANIFEST = {
@@ -168,6 +168,17 @@ def read_record(path: Path, entries: dict[str, Entry]) -> Content:
         raise
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} is damaged ({error}): restore it, or train again") from None
+
+
+def read_summary(folder: Path) -> Content:
+    """The summary.json of a finished run; each metric, also an own one, is a number.
+
+    Raises:
+        InputError: as `read_record`.
+    """
+    path = folder / "summary.json"
+    summary = read_record(path, SUMMARY)
+    return checked(summary, {k: _NUMBER for k in summary if k.startswith("val_")}, path)
 
 
 def checked(content: Any, entries: dict[str, Entry], path: Path | str) -> Content:

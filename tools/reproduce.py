@@ -36,7 +36,7 @@ from common.machine import describe_machine
 from common.options import given_path
 from tools.command import Parser, attempt
 from tools.fresh import fresh_environment
-from tools.recorded import CONFIG, MANIFEST, METRICS, SUMMARY, checked, read_record
+from tools.recorded import CONFIG, MANIFEST, METRICS, checked, read_record, read_summary
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def read(folder: Path) -> Recorded:
             raise InputError(f"{folder} holds no {name}{unfinished}")
     manifest = read_record(folder / "manifest.json", MANIFEST)
     config = read_record(folder / "config.json", CONFIG)
-    summary = read_record(folder / "summary.json", SUMMARY)
+    summary = read_summary(folder)
     path, losses = folder / "metrics.jsonl", {}
     try:
         lines = read_metrics(folder)

@@ -15,7 +15,7 @@ from common.options import given_path
 from recipes.fsdp.model import Transformer, TransformerOptions
 from recipes.fsdp.text import VOCABULARY, TextOptions
 from tools.command import Parser, attempt
-from tools.recorded import SUMMARY, options_of, read_record
+from tools.recorded import options_of, read_summary
 from tools.trained import load_all, read_config, refuse_altered, refuse_unfinished
 
 
@@ -31,7 +31,7 @@ def load(run: Path) -> tuple[Transformer, int]:
     refuse_unfinished(run)
     weights, text = run / "model.pt", options_of(run, config, TextOptions)
     model = Transformer(options_of(run, config, TransformerOptions), VOCABULARY)
-    refuse_altered(weights, run, read_record(run / "summary.json", SUMMARY))
+    refuse_altered(weights, run, read_summary(run))
     load_all(model, weights, "the transformer", f"{run}/config.json")
     return model.eval(), text.context
 

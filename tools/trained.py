@@ -15,7 +15,14 @@ from common.files import refuse_closed, weights_sha256
 from common.run.options import RunOptions
 from common.seeds import mixed_precision
 from common.training.models import ModelOptions, build_model, load_matching, read_weights
-from tools.recorded import CONFIG, DATA_OF_MANIFEST, PREPROCESSING, SUMMARY, options_of, read_record
+from tools.recorded import (
+    CONFIG,
+    DATA_OF_MANIFEST,
+    PREPROCESSING,
+    options_of,
+    read_record,
+    read_summary,
+)
 
 G = TypeVar("G")
 
@@ -116,7 +123,7 @@ def read(folder: Path, *, own: bool = False) -> Trained:
             f'{folder}/preprocessing.json: "classes" differ from {names}: restore the file, or '
             "train again"
         )
-    summary = read_record(folder / "summary.json", SUMMARY)
+    summary = read_summary(folder)
     return Trained(folder, config, seen, summary, manifest["data_fingerprint"])
 
 
