@@ -9,6 +9,8 @@ from pathlib import Path
 from common import cli
 from common.errors import InputError
 from common.launch.process import die_with_parent, end_process, stop_at_once
+from common.launch.ranks import Ranks
+from common.launch.report import report
 from common.stack import check_environment
 from tools.command import to_stdout
 
@@ -51,6 +53,11 @@ def main() -> int:
     """List the recipes, or run one."""
     die_with_parent()
     stop_at_once()  # before torch is imported, which can take a minute on a cluster
+    try:
+        Path.cwd()
+    except FileNotFoundError:  # oneMKL, which torch loads, would end this process
+        fault = InputError("the working folder was removed: change to another one (cd)")
+        return report(fault, Ranks())
     known = recipes()
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):

@@ -568,6 +568,16 @@ def test_nobody_else_may_write_into_a_run(recipe: Recipe) -> None:
     assert not [path for path in made if path.stat().st_mode & stat.S_IWOTH]
 
 
+def test_a_working_folder_that_was_removed_is_named(recipe: Recipe) -> None:
+    gone = recipe.tmp_path / "gone"
+    gone.mkdir()
+    line = shlex.join([sys.executable, "-m", "recipes", "predict", "/run", "/one.png"])
+    process = recipe.start("sh", "-c", f"cd {gone} && rmdir {gone} && exec {line}")
+    result = recipe.finish(process, recipe.tmp_path)
+    says = "error: the working folder was removed: change to another one (cd)\n"
+    assert (result.status, result.stderr) == (2, says)
+
+
 def test_front_door_lists_the_recipes(recipe: Recipe) -> None:
     result = recipe.module()
     assert result.status == 0
