@@ -174,7 +174,7 @@ def evaluate_run(given: argparse.Namespace, run: Trained, recipe: Any, ranks: Ra
             )
     result = {
         **{f"val_{name}": mean for name, mean in found.means.items()},
-        **({"val_correct": found.correct} if "accuracy" in found.means else {}),
+        **({"val_correct": found.correct} if found.correct is not None else {}),
         "val_total": found.total,
     }
     recorded = {name: run.summary.get(name) for name in result}
