@@ -180,8 +180,6 @@ def refuse_altered(weights: Path, folder: Path, summary: dict[str, Any]) -> None
 def load_all(model: nn.Module, weights: Path, name: str, said_by: str) -> None:
     """Load every entry of the model `name`, whose sizes are `said_by` a file.
 
-    torch casts each entry to the model's dtype, so those of another kind are refused.
-
     Raises:
         InputError: the file does not fit the model.
     """
@@ -192,13 +190,6 @@ def load_all(model: nn.Module, weights: Path, name: str, said_by: str) -> None:
             f"first is {left_out[0]}. A recipe with a model of its own needs an own_model "
             "(docs/bring-your-own.md)"
         )
-    found = read_weights(weights)
-    for entry, value in model.state_dict().items():
-        if value.is_floating_point() and not found[entry].is_floating_point():
-            raise InputError(
-                f"{weights} does not fit {name}: {entry} is of {found[entry].dtype}, which holds "
-                "no floating-point numbers: give a file with the weights of a training"
-            )
 
 
 def refuse_unusable(paths: Sequence[Path], channels: int, *, named: bool = False) -> None:

@@ -237,18 +237,22 @@ def load_matching(model: nn.Module, path: Path) -> tuple[list[str], list[str]]:
     if bad := [name for name, value in matching.items() if not _fits(value, own[name])]:
         raise InputError(
             f"--weights {path}: {', '.join(bad[:3])} is sparse, has no data, is not finite, or is "
-            "complex where the model is real: give a file with a dense model's finite weights"
+            "complex, whole or true and false where the model has real numbers: give a file with "
+            "a dense model's finite weights"
         )
     model.load_state_dict(matching, strict=False)
     return list(matching), sorted((own.keys() | found.keys()) - matching.keys())
 
 
 def _fits(value: Tensor, own: Tensor) -> bool:
-    """Whether a tensor has data, at every place a finite number, and a real one if `own` is."""
-    plain = value.layout == torch.strided and not value.is_meta
+    """Whether a tensor has data, finite numbers, and real ones if `own` has; torch would cast."""
+    if value.layout != torch.strided or value.is_meta:
+        return False
+    if own.is_floating_point() and not value.is_floating_point():
+        return False
     if value.is_complex():
-        return plain and own.is_complex() and bool(value.isfinite().all())
-    return plain and bool(value.double().isfinite().all())
+        return own.is_complex() and bool(value.isfinite().all())
+    return bool(value.double().isfinite().all())
 
 
 def freeze_all_but_last(model: nn.Module) -> None:
