@@ -27,6 +27,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     It is the XOR of each row (first dimension), and a sum of the rows with a weight for each. It
     cannot see an even number of equal flips within a row, nor elements of a row that swap places.
     """
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
     rows = torch.hash_tensor(bits.flatten(1) if bits.dim() > 1 else bits.reshape(-1, 1), dim=1)
     weights = 2 * torch.arange(len(rows), device=rows.device) + 1

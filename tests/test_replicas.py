@@ -46,6 +46,15 @@ def test_one_flip_of_any_bit_is_seen(dtype: torch.dtype) -> None:
         assert fingerprint(tensor) == before
 
 
+def test_a_fingerprint_of_complex_numbers_sees_both_parts() -> None:
+    for dtype in (torch.complex64, torch.complex128):
+        tensor, found = torch.ones(2, 3, dtype=dtype), set[int]()
+        for value in (1, -1, 1 + 1j, 1 - 1j):
+            tensor[1, 2] = value  # type: ignore[assignment]
+            found.add(int(fingerprint(tensor)))
+        assert len(found) == 4
+
+
 def test_what_a_fingerprint_sees_of_two_faults() -> None:
     tensor = torch.randn(6, 8)
     before = fingerprint(tensor)

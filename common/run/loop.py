@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from common import log, restart
 from common.data.datasets import Data
 from common.data.stream import GlobalBatches
-from common.errors import InputError, StopRequested, TrainingError
+from common.errors import StopRequested, TrainingError
 from common.files import save_weights, weights_sha256
-from common.group.collectives import agreed, gather_numbers
+from common.group.collectives import gather_numbers
 from common.group.stop import StopAgreement
 from common.launch.report import say
 from common.replicas import unlike_replicas
@@ -27,7 +27,6 @@ from common.run.folder import Run
 from common.seeds import seed_everything
 from common.snapshots import files as snapshot_files
 from common.snapshots import state as snapshot
-from common.snapshots.files import unlike
 from common.snapshots.state import Stateful, TrainingState
 from common.terminal import progress_bar
 from common.throughput import Throughput, peak_memory_bytes
@@ -95,8 +94,12 @@ class Loop:
         seed_everything(seed, run.ranks.rank)  # from here on each rank draws its own dropout
         if found:
             state.resume(found, seed)
-            with agreed():
-                self._refuse_other_position(found["file"])
+            state.refuse_other_position(
+                found["file"],
+                steps_per_epoch=self.batches.steps_per_epoch,
+                batch_size_per_rank=self.batches.batch_size_per_rank,
+                last_step=self.last_step,
+            )
             log.info(f"resuming after step {state.step}")
         self._resumed_from = state.step if found else None
         run.begin(state, self.data, self.batches.global_batch_size)
@@ -106,22 +109,6 @@ class Loop:
         if left := samples % self.batches.global_batch_size:
             log.info(f"each epoch leaves out {left} of {samples:,} samples: they fill no batch")
         return True
-
-    def _refuse_other_position(self, file: str) -> None:
-        """Raise InputError if the state that was loaded is at no step of this run."""
-        state, steps_per_epoch = self.state, self.batches.steps_per_epoch
-        if state.step != state.epoch * steps_per_epoch + state.batch or (
-            state.batch > steps_per_epoch
-        ):
-            place = f"step {state.step} is not after {state.batch} batches of epoch {state.epoch}"
-            raise InputError(unlike(file, place))
-        if state.loss_sum.numel() not in (1, self.batches.batch_size_per_rank):
-            raise InputError(unlike(file, f"loss_sum has {state.loss_sum.numel()} numbers"))
-        if state.step > self.last_step:
-            raise InputError(
-                f"snapshot {file} is of step {state.step}, after this run's last step "
-                f"{self.last_step}: give a larger --max-steps, or another --output-dir"
-            )
 
     def epochs(self) -> range:
         """Begin to listen for stop signals; return the epochs still to do, counted from 0."""
@@ -151,7 +138,7 @@ class Loop:
         """Count a step, log it, and stop or save after it if that is due.
 
         Args:
-            losses: of this rank's samples (samples, ...) in the batch's order, or their mean. With
+            losses: of this rank's samples (samples,) in the batch's order, or their mean. With
                 one loss per sample, the bits of the logged mean do not depend on the number of
                 ranks.
 

@@ -44,16 +44,20 @@ def score_classes(model: nn.Module, batch: Any) -> Scores:
     if logits is None:  # of a pipeline's last stage only
         return None
     labels, classes = labels.to(logits.device), logits.shape[1]
-    if len(wrong := labels[(labels < 0) | (labels >= classes)]):
-        raise TrainingError(
-            f"a label of the validation data is {wrong[0].item()}, but the model has {classes} "
-            f"classes, 0 to {classes - 1}: correct the label, or leave the sample out"
-        )
+    _refuse_other_labels(labels, classes)
     losses = nn.functional.cross_entropy(logits.double(), labels, reduction="none")
     scores = {"loss": losses, "accuracy": logits.argmax(1) == labels}
     if classes > 5:
         scores["top5"] = (logits.topk(5).indices == labels[:, None]).any(1)
     return scores
+
+
+def _refuse_other_labels(labels: Tensor, classes: int) -> None:
+    if len(wrong := labels[(labels < 0) | (labels >= classes)]):
+        raise TrainingError(
+            f"a label of the validation data is {wrong[0].item()}, but the model has {classes} "
+            f"classes, 0 to {classes - 1}: correct the label, or leave the sample out"
+        )
 
 
 def warn_of_unknown_metric(by: str | None, classes: int) -> None:
