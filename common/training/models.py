@@ -236,9 +236,9 @@ def load_matching(model: nn.Module, path: Path) -> tuple[list[str], list[str]]:
         )
     if bad := [name for name, value in matching.items() if not _fits(value, own[name])]:
         raise InputError(
-            f"--weights {path}: {', '.join(bad[:3])} is sparse, has no data, is not finite, or is "
-            "complex, whole or true and false where the model has real numbers: give a file with "
-            "a dense model's finite weights"
+            f"--weights {path}: {', '.join(bad[:3])} is sparse, has no data, is not finite, or "
+            "holds no floating-point numbers where the model does: give a file with a dense "
+            "model's finite weights"
         )
     model.load_state_dict(matching, strict=False)
     return list(matching), sorted((own.keys() | found.keys()) - matching.keys())
