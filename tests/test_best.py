@@ -16,6 +16,7 @@ from common.files import weights_sha256
 from common.launch.ranks import Ranks
 from common.run.options import RunOptions
 from common.snapshots.files import list_snapshots, read
+from common.training.evaluate import Evaluation
 from recipes.model_parallel_toy import train as parallel
 from recipes.model_parallel_toy.split import ParallelOptions
 from tests.conftest import Recipe, Result
@@ -71,6 +72,12 @@ def test_a_run_that_was_cut_ends_with_the_same_best(
     assert run.summary["resumed_from"] == steps
     assert run.summary["best"] == whole.summary["best"]
     assert (tmp_path / "best.pt").read_bytes() == (whole.folder / "best.pt").read_bytes()
+
+
+def test_the_metric_that_is_not_finite_is_named() -> None:
+    """Not the loss beside it."""
+    found = Evaluation({"loss": 1.0, "error_px": float("nan"), "f1": float("inf")}, total=3)
+    assert found.not_finite == ["error_px", "f1"]
 
 
 def test_the_metric_is_chosen_by_name(pool: Pool, tmp_path: Path, whole: Result) -> None:

@@ -167,10 +167,10 @@ def evaluate_run(given: argparse.Namespace, run: Trained, recipe: Any, ranks: Ra
         loader = make_loader(val, keys, num_workers=workers, pin_memory=device.type == "cuda")
         batches = DeviceBatches(loader, device, parts.dtype, parts.mean, parts.std)
         found = evaluate(model, batches, len(val), score=parts.score)
-        if broken := [name for name, mean in found.means.items() if not math.isfinite(mean)]:
+        if found.not_finite:
             raise InputError(
-                f"val_{broken[0]} is not finite with {given.weights or run.own_weights}: give "
-                "other weights"
+                f"val_{found.not_finite[0]} is not finite with {given.weights or run.own_weights}: "
+                "give other weights"
             )
     result = {
         **{f"val_{name}": mean for name, mean in found.means.items()},

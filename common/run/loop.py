@@ -229,8 +229,8 @@ class Loop:
             StopRequested: a signal came; the state is saved.
         """
         run, state = self.run, self.state
-        means = torch.tensor([[*result.means.values()]])
-        snapshot.refuse_non_finite(means, state.step, run.snapshots, ", ".join(result.means))
+        means, broken = torch.tensor([[*result.means.values()]]), ", ".join(result.not_finite)
+        snapshot.refuse_non_finite(means, state.step, run.snapshots, broken)
         losses = gather_numbers(state.loss_sum / state.batch)
         before, self._result = self._metrics, result
         self._metrics = {"train_loss": losses.flatten().mean().item()}

@@ -84,8 +84,9 @@ def read(path: Path) -> dict[str, Any]:
 def unlike(path: Path | str, what: str) -> str:
     """The message for a snapshot that is intact but does not hold what a run writes."""
     return (
-        f"snapshot {path} does not hold this run's state ({what}): move it away to resume from the "
-        "snapshot before it"
+        f"snapshot {path} does not hold this run's state ({what}): if the model's code has changed "
+        "since, change it back or choose another --output-dir; else move the file away to resume "
+        "from the snapshot before it"
     )
 
 

@@ -30,6 +30,11 @@ class Evaluation:
     correct: int | None = None
     """Samples whose accuracy is 1. None: there is no such metric, or it is not always 0 or 1."""
 
+    @property
+    def not_finite(self) -> list[str]:
+        """Names of the metrics that are not finite."""
+        return [name for name, mean in self.means.items() if not math.isfinite(mean)]
+
 
 def score_classes(model: nn.Module, batch: Any) -> Scores:
     """Of a batch (inputs, labels): cross-entropy, and whether the likeliest class is right.
