@@ -129,16 +129,6 @@ def test_imports_point_down() -> None:
                 assert rest[0] in ROOMS[room], f"{path} imports {name}"
 
 
-def test_no_room_and_no_file_grows_large() -> None:
-    """Lines of a room, of a file of `common`, and of a recipe's train.py."""
-    files = {path: len(path.read_text().splitlines()) for path in ROOT.glob("common/**/*.py")}
-    assert {path for path, lines in files.items() if lines > 320} == set()
-    for room in {path.parent for path in files} - {ROOT / "common"}:
-        assert sum(files[path] for path in room.glob("*.py")) <= 1300, room
-    for path in ROOT.glob("recipes/*/train.py"):
-        assert len(path.read_text().splitlines()) <= 220, path
-
-
 def test_recipes_import_common_only() -> None:
     """What measures them may use the tools; a recipe that trains may not."""
     folders = {path.parent.name for path in (ROOT / "recipes").glob("*/train.py")}

@@ -373,7 +373,9 @@ def test_batches_with_texts_are_cut_into_parts() -> None:
         assert part["name"] == [f"sample {index}" for index in indices]
         assert part["tokens"][:, 0].tolist() == [300 + index for index in indices]
         assert two == [tuple(text[index] for index in indices) for text in pairs]
-    for wrong in ("text", 3, None, ["a", "b"], torch.zeros(())):
+    words = [["a", "b", "c"], ["d", "e"], [], ["f"]]
+    assert chunks([torch.zeros(4), words], 2)[1][1] == words[2:]
+    for wrong in ("text", 3, None, ["a", "b"], torch.zeros(()), [list("abcd")] * 4):
         with pytest.raises(TrainingError, match=r"a batch holds .* cannot cut: let the collate"):
             chunks([torch.zeros(4, 2), wrong], 2)
 

@@ -36,7 +36,7 @@ from common.hints import LOCKED_MEMORY_HINT, SHARED_MEMORY_HINT, hint
 from common.launch.process import end_with_parent
 from common.launch.ranks import Ranks, resolve
 from common.options import given_path
-from tools.command import Parser, attempt
+from tools.command import Parser, attempt, writing
 from tools.fresh import fresh_environment
 
 _GIB, _MIB = 2**30, 2**20
@@ -398,9 +398,11 @@ def doctor(given: argparse.Namespace) -> int:
         print(show(unwell, f"rank {ranks.rank} on {socket.gethostname()}: "), file=sys.stderr)
     elif ranks.is_main and given.json:
         content = [{"about": about, **one._asdict()} for about, one in findings]
-        print(json.dumps(content, indent=2, allow_nan=False))
+        with writing():  # a reader that is gone does not change the status
+            print(json.dumps(content, indent=2, allow_nan=False), flush=True)
     elif ranks.is_main:
-        print(show(findings), flush=True)
+        with writing():
+            print(show(findings), flush=True)
     return STATUS_FAILED if any(one.state == "error" for _, one in findings) else STATUS_FINISHED
 
 

@@ -81,8 +81,15 @@ def _there(path: Path) -> bool:
 
 
 def refuse_in_data(folder: Path, data_path: Path) -> None:
-    """Raise InputError if a run's folder would lie in its image folder, and become a class."""
-    if folder.resolve().is_relative_to(data_path.resolve()):
+    """Raise InputError if a run's folder would be, or be in, a class of its image folder."""
+    place, data = folder.resolve(), data_path.resolve()
+    if not place.is_relative_to(data):
+        return
+    parts = place.relative_to(data).parts
+    if any(part.startswith(".") for part in parts):  # hidden folders are no data
+        return
+    in_classes = parts[:1] in (("train",), ("val",))
+    if in_classes or not ((data / "train").is_dir() and (data / "val").is_dir()):
         raise InputError(
             f"--output-dir {folder} is in --data-path {data_path}, whose sub-folders are classes: "
             "choose an --output-dir elsewhere"

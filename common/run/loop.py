@@ -94,11 +94,9 @@ class Loop:
         seed_everything(seed, run.ranks.rank)  # from here on each rank draws its own dropout
         if found:
             state.resume(found, seed)
+            per_epoch, last_step = self.batches.steps_per_epoch, self.last_step
             state.refuse_other_position(
-                found["file"],
-                steps_per_epoch=self.batches.steps_per_epoch,
-                batch_size_per_rank=self.batches.batch_size_per_rank,
-                last_step=self.last_step,
+                found["file"], steps_per_epoch=per_epoch, last_step=last_step
             )
             log.info(f"resuming after step {state.step}")
         self._resumed_from = state.step if found else None
@@ -153,8 +151,8 @@ class Loop:
         if state.step == begun:
             check_losses(losses, self.batches.batch_size_per_rank)
         losses = losses.detach()
-        if losses.dim() > 1:  # of time steps or pixels: one mean per sample
-            losses = losses.flatten(1).mean(1)
+        if losses.dim() > 1:  # (samples, 1)
+            losses = losses.flatten()
         state.loss_sum = state.loss_sum + losses.double()
         state.batch += 1
         state.step += 1

@@ -153,22 +153,18 @@ class TrainingState:
                 what = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 raise InputError(unlike(found["file"], what)) from error
 
-    def refuse_other_position(
-        self, file: str, *, steps_per_epoch: int, batch_size_per_rank: int, last_step: int
-    ) -> None:
+    def refuse_other_position(self, file: str, *, steps_per_epoch: int, last_step: int) -> None:
         """Refuse a state, just loaded from `file`, that is at no step of this run. A collective.
 
         Raises:
             InputError: epoch, batch and step contradict each other or the data, or are after the
                 run's `last_step`.
         """
-        before, losses = self.epoch * steps_per_epoch, self.loss_sum.numel()
         with agreed():
-            if self.step != before + self.batch or self.batch > steps_per_epoch:
+            done = self.epoch * steps_per_epoch + self.batch
+            if self.step != done or self.batch > steps_per_epoch:
                 place = f"step {self.step} is not after {self.batch} batches of epoch {self.epoch}"
                 raise InputError(unlike(file, place))
-            if losses not in (1, batch_size_per_rank):
-                raise InputError(unlike(file, f"loss_sum has {losses} numbers"))
             if self.step > last_step:
                 raise InputError(
                     f"snapshot {file} is of step {self.step}, after this run's last step "

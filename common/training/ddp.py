@@ -99,8 +99,8 @@ def chunks(batch: Any, count: int) -> list[Any]:
     """A batch in equal parts.
 
     Args:
-        batch: tensors, and lists of other things with one entry per sample, such as their names;
-            alone or in lists, tuples and dicts.
+        batch: tensors, and lists of other things with one entry per sample, such as their names
+            (or a list of such lists); alone or in lists, tuples and dicts.
         count: parts.
 
     Raises:
@@ -108,26 +108,32 @@ def chunks(batch: Any, count: int) -> list[Any]:
     """
     parts, structure = tree_flatten(batch, is_leaf=_is_list_of_other_things)
     samples = {len(part) for part in parts if isinstance(part, Tensor) and part.dim()}
+
+    def has_samples(part: Any) -> bool:
+        return isinstance(part, list | tuple) and len(part) in samples
+
     cut: list[Sequence[Any]] = []
     for part in parts:
         if isinstance(part, Tensor) and part.dim():
             cut.append(part.chunk(count))
-        elif isinstance(part, list | tuple) and len(part) in samples:
-            size = len(part) // count
-            cut.append([part[size * n : size * (n + 1)] for n in range(count)])
-        else:
+            continue
+        of_parts = isinstance(part, list | tuple) and all(map(has_samples, part))
+        if has_samples(part) == of_parts:  # neither, or one cannot tell which of the two
             raise TrainingError(
                 f"a batch holds {reprlib.repr(part)}, which --accumulate and --virtual-ranks "
                 "cannot cut: let the collate function give a tensor or a list with one entry per "
                 "sample, or leave it out"
             )
+        size = len(part[0] if of_parts else part) // count
+        places = [slice(size * n, size * (n + 1)) for n in range(count)]
+        cut.append([[one[at] for one in part] if of_parts else part[at] for at in places])
     return [tree_unflatten(part, structure) for part in zip(*cut, strict=True)]
 
 
 def _is_list_of_other_things(part: Any) -> bool:
     if not isinstance(part, list | tuple) or not part:
         return False
-    return not any(isinstance(value, Tensor | list | tuple | dict) for value in part)
+    return not any(isinstance(value, Tensor) for value in tree_leaves(part))
 
 
 def micro_batches(ddp: DistributedDataParallel, batch: Any, count: int) -> Iterator[Any]:

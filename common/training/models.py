@@ -271,7 +271,7 @@ def set_train_mode(model: nn.Module) -> None:
     for module in model.modules():
         own = list(module.parameters(recurse=False))
         if own and not any(parameter.requires_grad for parameter in module.parameters()):
-            module.training = False  # eval() would also change the modules below
+            module.eval()  # with what is below, which is frozen, too
 
 
 def move(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

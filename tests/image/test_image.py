@@ -183,7 +183,6 @@ def test_make_image_run_says_what_it_ran(engine: Engine, image: str, runs: Path)
         "RECIPE=checkpoint_rnn",
         f"IMAGE={image}",
         f"RUNS={runs}",
-        "PYTHON=python3",
         "ARGS=--max-steps 2 --output-dir runs/run",
     )
     assert "checkpoint_rnn: " in done.stdout
