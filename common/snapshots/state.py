@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,8 +62,8 @@ class TrainingState:
     """Optimizer steps done since the start."""
     metrics_bytes: int = 0
     """Length of metrics.jsonl at the last snapshot."""
-    metrics_sha256: str = ""
-    """Hash of metrics.jsonl at the last snapshot."""
+    metrics_sha256: str = sha256().hexdigest()
+    """Hash of metrics.jsonl at the last snapshot; of an empty file before it."""
     best: dict[str, Any] | None = None
     """The best epoch before the last evaluation: its summary, and on rank 0 its weights."""
     saved_step: int = -1
