@@ -231,10 +231,11 @@ def refuse_closed(option: str, *paths: Path) -> None:
 
 
 def files_below(option: str, folder: Path) -> Iterator[Path]:
-    """All files below a folder, and links to no file, without hidden folders.
+    """All files below a folder, and links to no file or to a folder, without hidden folders.
 
-    A closed sub-folder is refused; Path.rglob would leave it out. Pipes, sockets and devices are
-    left out: who opens a pipe waits for its writer.
+    Links to folders are not followed, because they can lead in circles. A closed sub-folder is
+    refused; Path.rglob would leave it out. Pipes, sockets and devices are left out: who opens a
+    pipe waits for its writer.
     """
 
     def refuse(error: OSError) -> None:
@@ -243,6 +244,7 @@ def files_below(option: str, folder: Path) -> Iterator[Path]:
 
     for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (path for name in folders if (path := Path(parent, name)).is_symlink())
         for path in (Path(parent, name) for name in names):
             if path.is_file() or not path.exists():
                 yield path

@@ -100,24 +100,24 @@ def images_and_others(folder: Path) -> tuple[list[Path], list[Path]]:
     """The image files at any depth of a folder, and what is left out; both sorted, none hidden.
 
     A file's name decides. A damaged image is then named by who decodes it, and not left out. Links
-    to folders below are left out, because they can lead in circles.
+    to folders are left out.
 
     Raises:
         InputError: there are no images, or one is a link to a file that does not exist.
     """
     files = sorted(p for p in files_below("--data-path", folder) if _is_data(p, folder))
-    images = [path for path in files if is_image(path)]
-    for path in images:
-        if not path.exists():
+    images = []
+    for path in filter(is_image, files):
+        if path.is_file():  # and no link to a folder
+            images.append(path)
+        elif not path.exists():
             raise InputError(
                 f"{path} is a link to {path.readlink()}, which does not exist: get the file (git "
                 "annex get, dvc pull), or remove the link"
             )
     if not images:
         raise InputError(f"{folder} has no images ({', '.join(sorted(SUFFIXES))})")
-    below = (Path(parent, name) for parent, names, _ in os.walk(folder) for name in names)
-    links = {path for path in below if path.is_symlink() and _is_data(path, folder)}
-    return images, sorted({*files} - {*images} | links)
+    return images, sorted({*files} - {*images})
 
 
 def left_out(files: Sequence[Path]) -> str:

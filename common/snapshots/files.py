@@ -192,7 +192,7 @@ def _find(resume: str | Path, folder: Path, unsound: dict[Path, str]) -> dict[st
         raise InputError(
             f"none of the {count} snapshots in {folder} can be used "
             f"({next(iter(unsound.values()), 'damaged')}): to begin at the start, choose another "
-            "--output-dir; if a snapshot is whole, give it with --resume there"
+            "--output-dir; to resume from a snapshot that is whole, add --resume SNAPSHOT to it"
         )
     return None
 
