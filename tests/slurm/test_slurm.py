@@ -1138,7 +1138,7 @@ def test_a_held_job_outlives_ctrl_c_and_says_that_its_repository_was_moved(
     submit: Submitter,
 ) -> None:
     repository = submit.folder / "a repository"
-    for name in ("common", "recipes", "slurm"):
+    for name in ("common", "recipes", "slurm", "tools"):
         shutil.copytree(ROOT / name, repository / name)
     follower = submit.cluster.start(
         sys.executable,
@@ -1153,7 +1153,9 @@ def test_a_held_job_outlives_ctrl_c_and_says_that_its_repository_was_moved(
         # Where the tests run in a shell's background, they and what they start are deaf to it.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    wait_for(lambda: list(submit.folder.glob("ddp_launch/submitit/*_submitted.pkl")))
+    submitted_job = "ddp_launch/submitit/*_submitted.pkl"
+    wait_for(lambda: list(submit.folder.glob(submitted_job)) or follower.poll() is not None)
+    assert follower.poll() is None, follower.communicate()
     time.sleep(1)  # between submission and following
     follower.send_signal(signal.SIGINT)
     try:
