@@ -122,7 +122,13 @@ def lost_file(folder: Path, summary: dict[str, Any], records: Iterable[str]) -> 
             found = weights_sha256(torch.load(folder / name, "cpu", weights_only=True))
         except Exception:  # torch.load raises whatever the unpickler raises
             found = ""
-        if found != of.get("weights_sha256"):
+        wrote = of.get("weights_sha256") if isinstance(of, dict) else None
+        if not isinstance(wrote, str):
+            raise InputError(
+                f"{folder / 'summary.json'} is damaged (no weights_sha256 of {name}): restore it, "
+                "or move it away, and the same command writes it again"
+            )
+        if found != wrote:
             raise InputError(
                 f"{folder / name} is not what the run wrote, whose weights_sha256 is in "
                 "summary.json: move it away, and the same command writes it again"

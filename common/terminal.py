@@ -70,8 +70,8 @@ def _shown(name: str, value: Any) -> str:
         return mebibytes(value)
     if isinstance(value, dict):
         return ", ".join(f"{k} {_shown(k, v)}" for k, v in value.items())
-    if name == "peak_memory_bytes":
-        return ", ".join(map(mebibytes, value))
+    if isinstance(value, list):
+        return ", ".join(_shown(name, one) for one in value)
     if isinstance(value, float):
         return f"{value:,.4f}" if abs(value) < 100 else f"{value:,.0f}"
     return str(value)

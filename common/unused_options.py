@@ -37,6 +37,8 @@ def _unused(values: Mapping[str, Any]) -> dict[str, str]:
     if model == "convnet":
         for name in ("stem", "zero_init_residual"):
             found[name] = "only ResNets have it: give --model resnet18, or leave it out"
+    if values.get("weights"):
+        found["zero_init_residual"] = "--weights holds these weights: leave it out"
     if model == "toy":
         found["norm"] = "the toy has no normalisation: give --model resnet50, or leave it out"
     if values.get("device") == "cpu":

@@ -80,7 +80,11 @@ def assert_refused(pool: Pool, says: str, *options: str | Path, name: str = "ddp
         ("--download", "--download has no effect: --data digits needs no download"),
         ("--no-verify-images", "--verify-images has no effect: only --data imagefolder"),
         ("--stem large", "--stem has no effect: only ResNets"),
-        ("--zero-init-residual", "--zero-init-residual has no effect"),
+        ("--zero-init-residual", "--zero-init-residual has no effect: only ResNets"),
+        (
+            "--model resnet18 --weights x.pt --zero-init-residual",
+            "--zero-init-residual has no effect: --weights holds these weights",
+        ),
         ("--tf32 --device cpu", "--tf32 has no effect: it is for GPUs, and --device is cpu"),
         ("--no-pin-memory --device cpu", "--pin-memory has no effect: it is for GPUs"),
         ("--timeout-s nan", "--timeout-s"),

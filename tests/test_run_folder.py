@@ -123,6 +123,24 @@ def test_a_finished_run_without_its_model_writes_it_again(
 
 
 @pytest.mark.parametrize(
+    ("key", "value"), [("best", "x"), ("weights_sha256", None), ("peak_memory_bytes", [None])]
+)
+def test_a_summary_of_another_kind_is_named_or_shown(
+    pool: Pool, finished: Path, tmp_path: Path, key: str, value: Any
+) -> None:
+    folder = shutil.copytree(finished, tmp_path / "run")
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(summary | {key: value}))
+    status, said = train(pool, folder)
+    assert "Traceback" not in said
+    if key == "peak_memory_bytes":  # only shown
+        assert status == 0, said
+    else:
+        assert status == 2, said
+        assert "summary.json is damaged (no weights_sha256 of " in said
+
+
+@pytest.mark.parametrize(
     "name", ["model.pt", "metrics.jsonl", "summary.json", "snapshots/mine.tmp", "tensorboard/x"]
 )
 def test_files_of_others_are_left_alone(pool: Pool, tmp_path: Path, name: str) -> None:

@@ -187,8 +187,8 @@ def load_all(model: nn.Module, weights: Path, name: str, said_by: str) -> None:
     if left_out:
         raise InputError(
             f"{weights} does not fit {name} as in {said_by}: {len(left_out)} entries differ, the "
-            f"first is {left_out[0]}. A recipe with a model of its own needs an own_model "
-            "(docs/bring-your-own.md)"
+            f"first is {left_out[0]}. A recipe with a model of its own needs an own_model that "
+            "builds it (docs/bring-your-own.md)"
         )
 
 
