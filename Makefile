@@ -169,20 +169,20 @@ image-run: ## Train in the image: make image-run RECIPE=ddp_launch [NPROC=2] [AR
 		$(DOCKER_ARGS) $(IMAGE) $(RECIPE) $(LAUNCH) $(ARGS)
 
 image-test: $(INSTALLED_DEV) ## Build the image and test it (needs root where no container engine runs)
-	@$(PYTHON) -m pytest -m image tests/image $(ARGS)
+	@$(PYTHON) -m pytest -m image tests/doors/image $(ARGS)
 
 sbom: $(INSTALLED_DEV) ## Write the bill of materials of a stack's image: sbom-STACK.json, from the lock
 	@$(PYTHON) -m uv tool run --from cyclonedx-bom==7.5.0 cyclonedx-py requirements \
 		--pyproject pyproject.toml --output-reproducible --output-file sbom-$(STACK).json $(ARGS) $(LOCK)
 
 image-repro: $(INSTALLED_DEV) ## Build the image twice, compare the bytes; renews docker/results/repro.json
-	@$(PYTHON) -m tests.image.repro $(ARGS)
+	@$(PYTHON) -m tests.doors.image.repro $(ARGS)
 
 slurm-check: $(INSTALLED) ## Check a Slurm site before a long run: directives, network and clocks of two nodes
 	@PYTHON=$(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON)) slurm/check.sh $(ARGS)
 
 test-slurm: $(INSTALLED_DEV) ## Run the tests on a real Slurm cluster of four nodes, started here (needs root)
-	@$(PYTHON) -m pytest -m slurm tests/slurm $(ARGS)
+	@$(PYTHON) -m pytest -m slurm tests/doors/slurm $(ARGS)
 
 ## Housekeeping
 

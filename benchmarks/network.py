@@ -25,7 +25,7 @@ from common.figure import save_figure
 from common.terminal import progress_bar
 from common.training.ddp import average_in_bf16
 from common.training.models import ModelOptions, build_model
-from tests.test_two_hosts import ADDRESSES, two_hosts
+from tests.helpers.hosts import ADDRESSES, two_hosts
 from tools.comparison import run_recipe, spread
 
 

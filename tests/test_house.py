@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from common import launch
-from tests.conftest import ROOT, need
 from tests.faults import matrix
+from tests.helpers.commands import ROOT
+from tests.helpers.machine import need
 from tools import bench
 
 FILES = subprocess.run(
@@ -115,6 +116,12 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
+
+
+def test_no_test_imports_another() -> None:
+    for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        for name in imported(path):
+            assert not re.match(r"tests\.(.+\.)?test_", name), f"{path} imports {name}"
 
 
 def test_imports_point_down() -> None:

@@ -21,8 +21,7 @@ from pathlib import Path
 from common import ROOT
 from common.files import write_json
 from common.machine import describe_machine
-from tests.conftest import clean_env, wait_for
-from tests.test_command_line import ranks_of
+from tests.helpers.commands import clean_env, ranks_of, wait_for
 from tools.bench import put_between
 
 RESULT = Path(__file__).parent / "results" / "restarting.json"

@@ -49,7 +49,7 @@ from common.terminal import progress_bar
 from common.training.ddp import ParallelOptions
 from common.training.optimizer import OptimizerOptions
 from recipes.ddp_launch.train import Config, train
-from tests.pool import PATIENCE_S
+from tests.helpers.pool import PATIENCE_S
 
 RESULT = Path(__file__).parent / "results" / "soak.json"
 WORLDS = (2, 3)

@@ -21,13 +21,12 @@ from tensorboard.backend.event_processing import event_accumulator
 
 from common import ROOT
 from common.snapshots import files as snapshot_files
-from tests.conftest import Recipe, Result, need, need_root, small_disk, wait_for
 from tests.faults import matrix
-from tests.test_command_line import ranks_of
-from tests.test_data import flowers
-from tests.test_owner import LONG, LOST
-from tests.test_run_folder import contents
-from tests.test_two_hosts import launched, two_hosts
+from tests.helpers.commands import Recipe, Result, ranks_of, wait_for
+from tests.helpers.hosts import launched, two_hosts
+from tests.helpers.images import flowers
+from tests.helpers.machine import need, need_root, small_disk
+from tests.helpers.run_folders import LONG, LOST, contents
 
 pytestmark = pytest.mark.slow
 

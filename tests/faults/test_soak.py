@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from common.files import save_weights, weights_sha256
-from tests.conftest import ROOT, Recipe, need
 from tests.faults.soak import EPOCHS, STEPS, problems
+from tests.helpers.commands import ROOT, Recipe
+from tests.helpers.machine import need
 
 FILES = (
     ".lock",

@@ -35,7 +35,7 @@ from common.training.ddp import warm_up
 from common.training.models import ModelOptions, build_model
 from common.watch.record import Watch, stop
 from common.watch.stragglers import ComputeTime
-from tests.pool import Pool, in_group
+from tests.helpers.pool import Pool, in_group
 from tools.bench import put_between
 
 RESULT = Path(__file__).parent / "results" / "watching.json"

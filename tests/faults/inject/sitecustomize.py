@@ -69,7 +69,7 @@ def happen(loop: Any, losses: Any) -> None:
     if fault == "has a loss that is not finite":
         losses.fill_(float("inf"))
     if fault.startswith("flips a bit of a "):
-        from tests.faults.flips import plant
+        from tests.helpers.flips import plant
 
         plant(loop, fault.split()[5].strip(","))
     if fault == "sees the clock go back":

@@ -1,0 +1,95 @@
+"""Ranks that wait for one another say so, can be stopped, and find what contradicts at once."""
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.commands import ROOT, Recipe, wait_for
+from tests.helpers.machine import free_port
+
+AT_THE_LOADERS = """
+import os, pathlib, signal
+from tools.on_import import OnImport
+
+def patch(module):
+    own = module.make_loaders
+    def changed(*arguments):
+        pathlib.Path(os.environ["REACHED"] + os.environ["RANK"]).touch()
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return own(*arguments)
+    module.make_loaders = changed
+
+OnImport("common.data.loaders", patch)
+"""
+"""A sitecustomize.py: the ranks have met, rank 1 stops, and rank 0 goes on to a collective."""
+
+
+def start_rank(
+    recipe: Recipe, port: int, rank: int, world_size: int = 2, **more: str
+) -> "subprocess.Popen[str]":
+    """One rank by hand, which waits for the others."""
+    env = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        **more,
+    }
+    return recipe.start(*recipe.command("ddp_launch", "--epochs", "1"), env=env)
+
+
+@pytest.mark.parametrize(
+    ("rank", "says"),
+    [
+        (0, "waiting for 1 of 2 ranks at"),
+        pytest.param(1, "waiting for rank 0 at", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_waits_says_so_and_can_be_stopped(recipe: Recipe, rank: int, says: str) -> None:
+    process = start_rank(recipe, free_port(), rank)
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    assert line.startswith(says), line
+    assert "up to 600 s" in line
+    process.send_signal(signal.SIGTERM)
+    assert recipe.finish(process, Path()).status == 75  # finish() waits for less than 600 s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_rank_that_waits_in_a_collective_can_be_stopped(
+    recipe: Recipe, number: signal.Signals
+) -> None:
+    """Before training there is nothing to save, so it need not wait for the other rank."""
+    port, reached = free_port(), recipe.tmp_path / "reached"
+    (recipe.tmp_path / "sitecustomize.py").write_text(AT_THE_LOADERS)
+    env = {"REACHED": str(reached), "PYTHONPATH": f"{recipe.tmp_path}:{ROOT}"}
+    first, _second = (start_rank(recipe, port, rank, 2, **env) for rank in (0, 1))
+    wait_for(lambda: all(Path(f"{reached}{rank}").exists() for rank in (0, 1)))
+    first.send_signal(number)
+    assert recipe.finish(first, Path()).status == 75
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("others", "says"),
+    [
+        ([(0, 3), (1, 3), (1, 3)], "two processes are rank 1"),
+        ([(0, 2), (1, 3)], "give the same --nproc and --nnodes on every host"),
+    ],
+)
+def test_what_contradicts_is_found_at_the_rendezvous(
+    recipe: Recipe, others: list[tuple[int, int]], says: str
+) -> None:
+    port = free_port()
+    ranks = [start_rank(recipe, port, rank, world_size) for rank, world_size in others]
+    results = [recipe.finish(process, Path()) for process in ranks]
+    assert [result.status for result in results] == [2] * len(ranks), results
+    errors = [line for result in results for line in result.errors]
+    assert len(errors) == 1, errors
+    assert says in errors[0]

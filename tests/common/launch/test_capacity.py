@@ -1,0 +1,104 @@
+"""More ranks than this machine can hold: refused before one starts, with the number that fits."""
+
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common import cli
+from common.errors import InputError
+from common.launch import capacity
+from common.launch.capacity import RANK_BYTES, RANK_TASKS, refuse_more_than_fit
+from tests.helpers.commands import Recipe
+
+KIB_PER_RANK = RANK_BYTES // 2**10
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """A machine with the memory of 9 ranks, whose files a test adds to; the user is not root."""
+
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+
+    memory = f"MemFree: 1 kB\nMemAvailable: {7 * KIB_PER_RANK} kB\nSwapFree: {2 * KIB_PER_RANK} kB"
+    write("proc/meminfo", memory)
+    write("proc/sys/kernel/pid_max", "32768")
+    write("proc/self/cgroup", "7:cpu,memory:/job/step\n4:pids:/job\n0::/job/step")
+    monkeypatch.setattr(capacity, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(capacity, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    no_limit = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: no_limit)
+    return write
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "fit", "says"),
+    [
+        (
+            "proc/none",
+            "",
+            9,
+            "2304 MiB of memory are free, and each process needs at least 256 MiB",
+        ),
+        ("cgroup/job/memory.max", f"{3 * RANK_BYTES}", 5, "its control group allows 1280 MiB"),
+        ("cgroup/job/step/memory.max", "max", 9, "memory are free"),
+        ("cgroup/memory.max", f"{RANK_BYTES}", 3, "its control group allows 768 MiB"),
+        ("cgroup/memory/job/memory.limit_in_bytes", f"{RANK_BYTES}", 3, "group allows 768 MiB"),
+        ("cgroup/pids/job/pids.max", f"{RANK_TASKS * 5}", 5, "allows 20 processes and threads"),
+        ("cgroup/job/pids.max", f"{RANK_TASKS * 4 + 1}", 4, "each process needs at least 4"),
+        ("proc/sys/kernel/threads-max", f"{RANK_TASKS * 6}", 6, "kernel.threads-max allows 24"),
+    ],
+)
+def test_the_least_limit_decides_how_many_fit(
+    machine: Callable[[str, str], None], name: str, limit: str, fit: int, says: str
+) -> None:
+    machine(name, limit)
+    refuse_more_than_fit(fit)
+    with pytest.raises(InputError, match=rf"^{fit + 1} processes do not fit .*{says}") as refused:
+        refuse_more_than_fit(fit + 1)
+    assert str(refused.value).endswith(f"start {fit} or fewer")
+
+
+@pytest.mark.usefixtures("machine")
+def test_ulimit_u_counts_for_all_users_but_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (RANK_TASKS * 2, RANK_TASKS * 2))
+    with pytest.raises(InputError, match=r"ulimit -u allows 8 .*: start 2 or fewer"):
+        refuse_more_than_fit(3)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    refuse_more_than_fit(3)
+
+
+def test_one_rank_is_never_refused(machine: Callable[[str, str], None]) -> None:
+    machine("proc/meminfo", "MemAvailable: 1 kB")
+    refuse_more_than_fit(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ddp_launch", ["--nproc", "100000"]),
+        ("ddp_spawn", ["--nproc", "100000"]),
+        ("model_parallel_toy", ["--data-parallel", "100000"]),
+        ("model_parallel_toy", ["--schedule", "gpipe", "--data-parallel", "50000"]),
+    ],
+)
+def test_no_rank_starts_where_not_all_fit(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    options: list[str],
+) -> None:
+    monkeypatch.setattr("gc.freeze", lambda: None)  # of this process's objects
+    monkeypatch.setattr(cli, "with_restarts", lambda *_: pytest.fail("ranks were started"))
+    assert cli.start(name, options) == 2
+    assert "error: 100000 processes do not fit on this host: " in capsys.readouterr().err
+
+
+def test_check_says_how_many_fit(recipe: Recipe) -> None:
+    result = recipe.module("ddp_launch", "--nproc", "100000", "--check")
+    assert (result.status, len(result.errors)) == (2, 1)
+    assert result.errors[0].startswith("error: 100000 processes do not fit on this host: ")

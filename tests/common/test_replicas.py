@@ -1,0 +1,289 @@
+"""Corrupted replicas: planted bits are found, named, and never saved."""
+
+import re
+import socket
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from common.errors import TrainingError
+from common.launch.ranks import Ranks
+from common.replicas import fingerprint
+from common.run.loop import Loop
+from common.snapshots.files import list_snapshots, read
+from common.training import virtual_ranks
+from tests.helpers.commands import ROOT, Recipe, Result
+from tests.helpers.flips import flip, plant
+from tests.helpers.pool import Pool
+from tests.helpers.training import run_training, training
+
+AT = 6
+"""The step after which a bit flips; the snapshot of step 4 is the last."""
+RUN: dict[str, dict[str, Any]] = {
+    "run": {"snapshot_every": 4, "log_every": 1},
+    "optimizer": {"max_steps": 11},
+    "parallel": {"check_replicas": 100},
+}
+HERE = socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8]
+)
+def test_one_flip_of_any_bit_is_seen(dtype: torch.dtype) -> None:
+    for shape in ((), (3,), (4, 5), (2, 3, 2, 2)):
+        tensor = (100 * torch.rand(shape)).to(dtype)
+        before = fingerprint(tensor)
+        assert before.dtype == torch.int64
+        for bit in range(8 * tensor.element_size()):
+            flip(tensor, bit)
+            assert fingerprint(tensor) != before, f"{shape}, bit {bit}"
+            flip(tensor, bit)
+        assert fingerprint(tensor) == before
+
+
+def test_a_fingerprint_of_complex_numbers_sees_both_parts() -> None:
+    for dtype in (torch.complex64, torch.complex128):
+        tensor, found = torch.ones(2, 3, dtype=dtype), set[int]()
+        for value in (1, -1, 1 + 1j, 1 - 1j):
+            tensor[1, 2] = value  # type: ignore[assignment]
+            found.add(int(fingerprint(tensor)))
+        assert len(found) == 4
+
+
+def test_what_a_fingerprint_sees_of_two_faults() -> None:
+    tensor = torch.randn(6, 8)
+    before = fingerprint(tensor)
+
+    def after(*places: tuple[int, int]) -> Tensor:
+        other = tensor.clone()
+        for place in places:
+            flip(other[place])
+        return fingerprint(other)
+
+    rows = [after((0, 3), (row, 3)) != before for row in range(1, 6)]
+    assert all(rows), "equal flips in two rows"
+    assert after((2, 3), (2, 4)) == before, "equal flips in a row: what the page says it cannot see"
+    assert fingerprint(tensor.flip(0)) != before, "rows that swap places"
+    assert fingerprint(tensor.flip(1)) == before, "elements of a row that swap places"
+    images = torch.randn(2, 3, 4, 4)
+    last = images.to(memory_format=torch.channels_last)
+    assert fingerprint(last) == fingerprint(images), "the order in memory does not matter"
+    assert fingerprint(torch.zeros(0)) == 0
+    assert fingerprint(-torch.zeros(1)) != fingerprint(torch.zeros(1))
+
+
+def with_a_fault(
+    ranks: Ranks, folder: Path, options: Any, rank: int, where: str, at: int = AT
+) -> str:
+    """Train; on `rank` a bit flips after step `at`. What the error says."""
+    after_step = Loop.after_step
+
+    def changed(loop: Loop, losses: Tensor) -> None:
+        if loop.state.step + 1 == at and ranks.rank == rank:
+            plant(loop, where)
+        after_step(loop, losses)
+
+    with patch.object(Loop, "after_step", changed):
+        try:
+            run_training(ranks, folder, options)
+        except TrainingError as error:
+            return str(error)
+    return ""
+
+
+def run_with_a_fault(
+    pool: Pool, world_size: int, folder: Path, options: Any, rank: int, where: str, at: int = AT
+) -> str:
+    """What all ranks say in one voice."""
+    said = set(pool.run(with_a_fault, world_size, folder, options, rank, where, at))
+    assert len(said) == 1
+    return str(said.pop())
+
+
+@pytest.fixture(scope="module")
+def whole(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """Three ranks without a fault, which compare nothing."""
+    return training(pool, 3, tmp_path_factory.mktemp("whole"), **{**RUN, "parallel": {}})
+
+
+@pytest.mark.parametrize("where", ["weight", "momentum"])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_flipped_bit_is_named_before_the_next_snapshot(
+    pool: Pool, tmp_path: Path, whole: Result, rank: int, where: str
+) -> None:
+    folder = tmp_path / "run"
+    said = run_with_a_fault(pool, 3, folder, RUN, rank, where)
+    (newest,) = list_snapshots(folder / "snapshots")
+    assert read(newest)["step"] == 4
+    assert re.fullmatch(
+        rf"features\.0\.weight( \(and \d+ more\))? differs between ranks after step 8, at fault: "
+        rf"rank {rank} on {HERE} \(its device.*; last good snapshot: {newest.name}",
+        said,
+    ), said
+    again = training(pool, 3, folder, **RUN)
+    assert again.summary["resumed_from"] == 4
+    assert again.sha == whole.sha, "comparing changes nothing"
+    assert again.losses == whole.losses
+
+
+def test_two_ranks_cannot_say_which_one_it_is(pool: Pool, tmp_path: Path) -> None:
+    """Every second step: the fault is found in the step that it follows."""
+    options = {**RUN, "parallel": {"check_replicas": 2}}
+    said = run_with_a_fault(pool, 2, tmp_path, options, 1, "momentum")
+    assert said.startswith("features.0.weight (momentum_buffer) differs between ranks after step 6")
+    assert "at fault: rank 0 on " in said
+    assert f" or rank 1 on {HERE}" in said
+
+
+def test_buffers_count_only_where_all_ranks_keep_the_same(pool: Pool, tmp_path: Path) -> None:
+    options = {**RUN, "model": {"norm": "batch"}, "parallel": {"check_replicas": 1}}
+    assert training(pool, 2, tmp_path / "ddp", **options).summary["steps"] == 11
+    options["parallel"] = {"check_replicas": 1, "virtual_ranks": 4}
+    said = run_with_a_fault(pool, 4, tmp_path / "virtual", options, 2, "buffer")
+    assert f".running_mean differs between ranks after step 6, at fault: rank 2 on {HERE}" in said
+
+
+def test_equal_replicas_of_every_kind_raise_no_alarm(pool: Pool, tmp_path: Path) -> None:
+    kinds: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+        ({"precision": "fp16"}, {"optimizer": "adamw", "lr": 1e-3}, {}),
+        ({"precision": "fp64"}, {"momentum": 0}, {"channels_last": True}),
+        ({"precision": "bf16"}, {}, {"freeze_layers": True}),
+    ]
+    for number, (run, optimizer, model) in enumerate(kinds):
+        training(
+            pool,
+            2,
+            tmp_path / str(number),
+            run=run,
+            model=model,
+            optimizer={**optimizer, "max_steps": 3},
+            parallel={"check_replicas": 1},
+        )
+
+
+def test_a_gradient_that_was_sent_wrongly_is_the_same_on_all_ranks(
+    pool: Pool, tmp_path: Path, whole: Result
+) -> None:
+    """What the page says that only an audit sees."""
+    assert run_with_a_fault(pool, 3, tmp_path, RUN, 1, "gradient") == ""
+    assert Result(0, "", "", tmp_path).sha != whole.sha
+
+
+AUDITED: dict[str, dict[str, Any]] = {
+    **RUN,
+    "model": {"norm": "batch", "dropout": 0.3},
+    "parallel": {"virtual_ranks": 4, "audit": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "rank"), [(1, 0), (2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (4, 3)]
+)
+def test_an_audit_names_the_rank_that_computed_a_wrong_gradient(
+    pool: Pool, tmp_path: Path, world_size: int, rank: int
+) -> None:
+    step = 8 + rank  # the audit of step N is of rank N % world_size
+    said = run_with_a_fault(pool, world_size, tmp_path, AUDITED, rank, "gradient", step - 1)
+    saved = 4 if step == 8 else 8
+    assert re.fullmatch(
+        rf"features\.0\.weight's gradient differs when all ranks compute rank {rank}'s part of "
+        rf"step {step} again, at fault: rank {rank} on {HERE} \(its .*: step_0000000{saved}.*",
+        said,
+    ), said
+
+
+def with_a_wrong_auditor(ranks: Ranks, folder: Path, options: Any, rank: int) -> str:
+    """Train; in each audit, `rank` gets a wrong bit when it computes a gradient again."""
+    original = virtual_ranks._Shards.gradients_again
+
+    def wrong(shards: Any, *given: Any) -> list[Tensor]:
+        gradients = original(shards, *given)
+        if ranks.rank == rank:
+            flip(gradients[3])
+        return gradients
+
+    with patch.object(virtual_ranks._Shards, "gradients_again", wrong):
+        try:
+            run_training(ranks, folder, options)
+        except TrainingError as error:
+            return str(error)
+    return ""
+
+
+def test_an_audit_names_a_rank_that_is_wrong_when_it_audits(pool: Pool, tmp_path: Path) -> None:
+    options = {**AUDITED, "parallel": {"virtual_ranks": 4, "audit": 3}}
+    (said,) = set(pool.run(with_a_wrong_auditor, 4, tmp_path / "4", options, 3))
+    assert f"rank 1's part of step 3 again, at fault: rank 3 on {HERE} (" in said
+    # Of two ranks, the one that was audited may have been wrong twice.
+    (said,) = set(pool.run(with_a_wrong_auditor, 2, tmp_path / "2", options, 0))
+    assert f"at fault: rank 0 on {HERE} or rank 1 on {HERE} (" in said
+
+
+def with_outputs_that_depend_on_buffers(ranks: Ranks, folder: Path, options: Any) -> None:
+    forward = nn.BatchNorm2d.forward
+
+    def changed(layer: Any, inputs: Tensor) -> Tensor:
+        outputs: Tensor = forward(layer, inputs) + layer.running_mean.mean()
+        return outputs
+
+    with patch.object(nn.BatchNorm2d, "forward", changed):
+        run_training(ranks, folder, options)
+
+
+def test_an_audit_begins_with_the_buffers_of_the_step(pool: Pool, tmp_path: Path) -> None:
+    """The step has changed them already."""
+    options = {**AUDITED, "optimizer": {"max_steps": 3}}
+    pool.run(with_outputs_that_depend_on_buffers, 2, tmp_path, options)
+
+
+@pytest.mark.parametrize(
+    ("precision", "steps", "cases"),
+    [
+        ("fp32", 16, ((2, 0), (2, 1), (4, 3), (1, 2))),  # over the end of an epoch
+        ("bf16", 3, ((2, 0), (2, 1))),
+        pytest.param("fp16", 2, ((2, 0), (2, 1)), marks=pytest.mark.slow),
+    ],
+)
+def test_an_audit_changes_no_bit(
+    pool: Pool, tmp_path: Path, precision: str, steps: int, cases: tuple[tuple[int, int], ...]
+) -> None:
+    """Neither of the weights nor of the random generators, on any number of processes."""
+    shas, states = set(), []
+    for world_size, audit in cases:
+        run = training(
+            pool,
+            world_size,
+            tmp_path / f"{world_size} {audit}",
+            run={"precision": precision},
+            model={"norm": "batch", "dropout": 0.3},
+            optimizer={"max_steps": steps},
+            parallel={"virtual_ranks": 4, "audit": audit, "check_replicas": audit},
+        )
+        shas.add(run.sha)
+        newest = read(list_snapshots(run.folder / "snapshots")[0])
+        states.append([rank["rng"]["torch"] for rank in newest["ranks"]])
+    assert len(shas) == 1
+    assert all(torch.equal(*pair) for pair in zip(*states[:2], strict=True))
+
+
+@pytest.mark.slow
+def test_through_the_command_line(recipe: Recipe) -> None:
+    env = {
+        "PYTHONPATH": f"{ROOT / 'tests' / 'faults' / 'inject'}:{ROOT}",
+        "FAULT": "flips a bit of a momentum (rank 2)",
+        "FAULT_STEP": str(AT),
+        "FAULT_RANK": "2",
+        "FAULT_MARK": str(recipe.tmp_path / "mark"),
+    }
+    options = ("--epochs", "1", "--snapshot-every", "4", "--check-replicas", "7")
+    result = recipe("ddp_launch", "--nproc", "3", *options, env=env)
+    assert result.status == 1
+    (error,) = result.errors
+    assert "differs between ranks after step 7, at fault: rank 2 on" in error
+    assert "last good snapshot: step_00000004." in error
+    assert "Traceback" not in result.stdout

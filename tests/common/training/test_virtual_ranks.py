@@ -1,0 +1,255 @@
+"""Virtual ranks: one set of bits, however many processes compute them."""
+
+import json
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.errors import InputError
+from common.launch.ranks import Ranks
+from common.training.virtual_ranks import Tree
+from tests.helpers.commands import Recipe, Result, wait_for
+from tests.helpers.pool import Pool
+from tests.helpers.training import run_training, training
+from tools import reproduce
+
+# BatchNorm, dropout, momentum and augmentation: all that could tell one slicing from another.
+TRICKY: dict[str, dict[str, Any]] = {
+    "model": {"norm": "batch", "dropout": 0.3},
+    "optimizer": {"epochs": 3},
+    "parallel": {"virtual_ranks": 4},
+}
+
+
+def numbers(run: Result) -> list[dict[str, Any]]:
+    """Every line of metrics.jsonl but how fast it went."""
+    lines = run.metrics
+    for line in lines:
+        line.pop("samples_per_s", None)
+    return lines
+
+
+def assert_same_bits(run: Result, reference: Result) -> None:
+    assert run.sha == reference.sha
+    assert run.summary["best"] == reference.summary["best"]
+    assert numbers(run) == numbers(reference)
+
+
+@pytest.fixture(scope="module")
+def reference(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """Four shards on one process."""
+    folder = tmp_path_factory.mktemp("one process")
+    return training(pool, 1, folder, **TRICKY, run={"log_every": 1})
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_same_bits_on_any_number_of_processes(
+    pool: Pool, tmp_path: Path, reference: Result, world_size: int
+) -> None:
+    assert len(reference.losses) == 42
+    run = training(pool, world_size, tmp_path / "run", **TRICKY, run={"log_every": 1})
+    assert_same_bits(run, reference)
+
+
+def test_the_same_bits_when_the_number_changes_in_the_middle_of_an_epoch(
+    pool: Pool, tmp_path: Path, reference: Result
+) -> None:
+    for world_size, steps in ((4, 5), (2, 20), (1, 33), (4, None)):
+        optimizer = {**TRICKY["optimizer"], "max_steps": steps}
+        options = {**TRICKY, "run": {"log_every": 1}, "optimizer": optimizer}
+        run = training(pool, world_size, tmp_path / "run", **options)
+    assert run.summary["resumed_from"] == 33
+    assert_same_bits(run, reference)
+
+
+@pytest.mark.slow
+def test_clipped_adamw_gives_the_same_bits_on_any_number_of_processes(
+    pool: Pool, tmp_path: Path
+) -> None:
+    optimizer = {"optimizer": "adamw", "lr": 1e-3, "clip_grad_norm": 0.5, "epochs": 1}
+    options = {**TRICKY, "optimizer": optimizer}
+    shas = {training(pool, n, tmp_path / str(n), **options).sha for n in (1, 2, 4)}
+    assert len(shas) == 1
+    unclipped = {**options, "optimizer": {**optimizer, "clip_grad_norm": None}}
+    assert training(pool, 1, tmp_path / "unclipped", **unclipped).sha not in shas
+
+
+def with_a_plain_all_reduce(ranks: Ranks, folder: Path, options: Any) -> None:
+    def average(tree: Tree, own: Tensor) -> Iterator[None]:
+        dist.all_reduce(own)
+        own /= tree.shards
+        yield
+
+    def add_own(tree: Tree, terms: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(terms)).sum(0)
+
+    with patch.object(Tree, "average", average), patch.object(Tree, "add_own", add_own):
+        run_training(ranks, folder, options)
+
+
+def test_it_is_the_tree_that_makes_it_so(pool: Pool, tmp_path: Path) -> None:
+    """Shards, their random numbers and their statistics are the same; only sums are not a tree."""
+    for replaced in (False, True):
+        shas = set()
+        for world_size in (1, 4):
+            folder = tmp_path / f"{replaced}{world_size}"
+            options = {**TRICKY, "optimizer": {"max_steps": 4}}
+            function = with_a_plain_all_reduce if replaced else run_training
+            pool.run(function, world_size, folder, options)
+            shas.add(Result(0, "", "", folder).sha)
+        assert len(shas) == (2 if replaced else 1)
+
+
+@pytest.mark.parametrize(
+    "precision", ["fp64", "bf16", pytest.param("fp16", marks=pytest.mark.slow)]
+)
+def test_the_same_bits_in_every_precision(pool: Pool, tmp_path: Path, precision: str) -> None:
+    runs = [
+        training(
+            pool,
+            world_size,
+            tmp_path / str(world_size),
+            model=TRICKY["model"],
+            parallel={"virtual_ranks": 2},
+            optimizer={"max_steps": 6},
+            run={"precision": precision, "log_every": 1},
+        )
+        for world_size in (1, 2)
+    ]
+    assert_same_bits(runs[1], runs[0])
+
+
+def test_no_gradient_is_lost_or_counted_twice(pool: Pool, tmp_path: Path) -> None:
+    fp64 = {"precision": "fp64", "log_every": 1}
+    runs = [
+        training(
+            pool,
+            2,
+            tmp_path / str(shards),
+            run=fp64,
+            optimizer={"epochs": 1},
+            parallel={"virtual_ranks": shards},
+        )
+        for shards in (0, 2, 8)
+    ]
+    assert runs[1].losses == runs[0].losses, "two ranks have one way to be added"
+    assert runs[2].losses == pytest.approx(runs[0].losses, rel=1e-9), "GroupNorm sees one sample"
+
+
+def test_the_same_bits_with_frozen_layers(pool: Pool, tmp_path: Path) -> None:
+    runs = [
+        training(
+            pool,
+            world_size,
+            tmp_path / str(world_size),
+            parallel={"virtual_ranks": 4},
+            model={"norm": "batch", "freeze_layers": True},
+            optimizer={"max_steps": 6},
+            run={"log_every": 1},
+        )
+        for world_size in (1, 2)
+    ]
+    assert_same_bits(runs[1], runs[0])
+
+
+@pytest.mark.slow
+def test_three_levels_of_the_tree(tmp_path: Path, pool: Pool) -> None:
+    """Eight processes: a bucket's messages travel while the next buckets' do."""
+    options = {**TRICKY, "parallel": {"virtual_ranks": 8}, "optimizer": {"max_steps": 6}}
+    one = training(pool, 1, tmp_path / "1", **options)
+    eight_ranks = Pool(8)
+    try:
+        eight = training(eight_ranks, 8, tmp_path / "8", **options)
+    finally:
+        eight_ranks.close()
+    assert_same_bits(eight, one)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "shards", "batch", "says"),
+    [
+        (3, 4, 96, "--virtual-ranks 4 cannot be divided by 3 processes: start 2 or 4"),
+        (4, 2, 96, "--virtual-ranks 2 cannot be divided by 4 processes: start 2"),
+        (1, 8, 100, "--virtual-ranks 8 does not divide the global batch of 100: 96 or 104 samples"),
+        (2, 32, 8, "--virtual-ranks 32 does not divide the global batch of 8: 32 samples"),
+    ],
+)
+def test_shards_that_cannot_be(
+    pool: Pool, tmp_path: Path, world_size: int, shards: int, batch: int, says: str
+) -> None:
+    with pytest.raises(InputError, match=says):
+        training(
+            pool,
+            world_size,
+            tmp_path / "run",
+            optimizer={"global_batch_size": batch},
+            parallel={"virtual_ranks": shards},
+        )
+
+
+def as_options(options: dict[str, dict[str, Any]]) -> list[str]:
+    flat = {name: value for group in options.values() for name, value in group.items()}
+    return [word for k, v in flat.items() for word in (f"--{k.replace('_', '-')}", str(v))]
+
+
+@pytest.mark.slow
+def test_through_the_command_line(recipe: Recipe, reference: Result) -> None:
+    result = recipe("ddp_spawn", "--nproc", "2", "--log-every", "1", *as_options(TRICKY))
+    assert_same_bits(result.assert_ok(), reference)
+
+
+RESNET = (
+    "--model",
+    "resnet18",
+    "--lr",
+    "0.02",
+    "--epochs",
+    "3",
+    "--log-every",
+    "1",
+    "--virtual-ranks",
+    "4",
+)
+
+
+@pytest.mark.slow
+def test_resnet18_killed_on_four_goes_on_with_two_and_then_one(recipe: Recipe) -> None:
+    """BatchNorm throughout: ddp_launch on 1, 2 and 4; ddp_spawn; and one run over 4, 2 and 1."""
+    whole = recipe("ddp_launch", "--nproc", "1", *RESNET, folder="1").assert_ok()
+    for name, processes in (("ddp_launch", "2"), ("ddp_launch", "4"), ("ddp_spawn", "4")):
+        run = recipe(name, "--nproc", processes, *RESNET, folder=f"{name}{processes}")
+        assert_same_bits(run.assert_ok(), whole)
+
+    every = ("--snapshot-every", "3")
+    cut = recipe.tmp_path / "cut"
+    for processes, until in (("4", 6), ("2", 21)):  # of 14 an epoch
+        process = recipe.start(
+            *recipe.command("ddp_launch", "--nproc", processes, *RESNET, *every, folder="cut")
+        )
+        wait_for(lambda: list(cut.glob(f"snapshots/step_{until:08d}*.pt")))  # noqa: B023 - now
+        process.kill()
+        assert recipe.finish(process, cut).status == -signal.SIGKILL
+    last = recipe("ddp_launch", "--nproc", "1", *RESNET, *every, folder="cut").assert_ok()
+    assert last.summary["resumed_from"] >= 21
+    assert_same_bits(last, whole)
+    two = json.loads((recipe.tmp_path / "ddp_launch2" / "manifest.json").read_text())
+    assert two["world_size"] == 2
+    found = reproduce.compare(reproduce.read(whole.folder), reproduce.read(last.folder), 0)
+    assert found["verdict"] == "identical"
+
+
+def test_the_tree_of_eight(pool: Pool) -> None:
+    """`add_own` pairs neighbours, level by level: read off from sums that round."""
+    tree = Tree.__new__(Tree)
+    terms = list(torch.tensor([1.0, 2**-24, 2**-24, 2**-24, 1.0, 2**-23, -2.0, 2**-24]))
+    pairs = [terms[i] + terms[i + 1] for i in range(0, 8, 2)]
+    expected = (pairs[0] + pairs[1]) + (pairs[2] + pairs[3])
+    assert tree.add_own(terms) == expected
+    assert expected != sum(terms)

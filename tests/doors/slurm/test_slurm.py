@@ -1,0 +1,1178 @@
+"""The shipped files on a real cluster: every way to submit, every way to be interrupted."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.cluster import Cluster
+from tests.helpers.commands import ROOT, Recipe, Result, make_run, wait_for
+from tests.helpers.images import flowers
+from tests.helpers.machine import need
+from tests.helpers.pool import PATIENCE_S
+
+pytestmark = pytest.mark.slurm
+
+ASK_S = 0.5  # asking Slurm costs time that the jobs could use
+EVERY = 10  # steps between two snapshots
+OPTIONS = ("--epochs", "12", "--snapshot-every", str(EVERY), "--log-every", "1")
+TWO_BY_TWO = ("--nodes", "2", "--ntasks-per-node", "2")
+ONE_EACH = ("--nodes", "2", "--ntasks-per-node", "1")  # half the start-up, where that is as good
+FILES = ("train", "torchrun")
+# Restarts after one interruption. A second was seen once, on a slow machine whose log was not kept;
+# what must hold then too is that the weights are the same and no hand was needed.
+TIMES = (1, 2)
+
+# Python reads this before anything else: what a test must change inside a rank.
+_SITECUSTOMIZE = """\
+import os, time
+rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
+if "SLURM_STEP_ID" in os.environ and ("FAIL_AT" in os.environ or "STEP_S" in os.environ):
+    from common.run.loop import Loop
+    after_step = Loop.after_step
+    def changed(self, loss):
+        after_step(self, loss)
+        time.sleep(float(os.environ.get("STEP_S", 0)))
+        if rank == "3" and self.state.step == int(os.environ.get("FAIL_AT", -1)):
+            raise RuntimeError("a bug of this test")
+    Loop.after_step = changed
+if os.environ.get("SLURMD_NODENAME") == os.environ.get("AHEAD", ""):
+    now = time.time
+    time.time = lambda: now() + 5
+"""
+
+_PROBE = """\
+import json, os, socket, torch
+from common.group.devices import choose_device
+from common.launch.ranks import resolve
+ranks = resolve()
+visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+gpus = len(visible.split(",")) if visible else 0
+torch.cuda.device_count = lambda: gpus
+device = choose_device("cuda", ranks).index if gpus else None
+print(json.dumps(["probe", ranks.launcher, ranks.rank, ranks.local_rank, ranks.world_size,
+                  ranks.local_world_size, ranks.master_addr, socket.gethostname(), visible,
+                  device]), flush=True)
+"""
+
+
+@dataclass
+class Job:
+    """A job and what it leaves."""
+
+    cluster: Cluster
+    job_id: str
+    log: Path
+    run: Path
+
+    @property
+    def info(self) -> dict[str, str]:
+        return self.cluster.job(self.job_id)
+
+    @property
+    def step(self) -> int:
+        """The last step in the run's metrics."""
+        path = self.run / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return int(json.loads(lines[-1])["step"]) if lines else 0
+
+    @property
+    def snapshots(self) -> list[int]:
+        return sorted(int(path.name[5:13]) for path in (self.run / "snapshots").glob("step_*.pt"))
+
+    def ended(self, timeout_s: float = PATIENCE_S) -> dict[str, str]:
+        """Wait until Slurm has nothing more to do for the job."""
+
+        def done() -> dict[str, str] | None:
+            info = self.info
+            alive = info["JobState"] in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED")
+            if alive:
+                return None
+            time.sleep(1)  # between two starts of a requeued job there is a moment like its end
+            return info if self.info["JobState"] == info["JobState"] else None
+
+        try:
+            found: dict[str, str] = wait_for(done, timeout_s, ASK_S)
+        except AssertionError:
+            raise AssertionError(f"{self.info}\n{self.said}") from None
+        return found
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    @property
+    def result(self) -> Result:
+        info = self.ended()
+        return Result(int(info["ExitCode"].split(":")[0]), self.said, self.said, self.run)
+
+
+@dataclass
+class Submitter:
+    """Submits jobs into a folder of the test's own; ends what still runs at its end."""
+
+    cluster: Cluster
+    folder: Path
+
+    def __call__(
+        self,
+        file: str | Path,
+        *arguments: str | Path,
+        sbatch: tuple[str, ...] = TWO_BY_TWO,
+        env: Mapping[str, str] | None = None,
+        name: str = "job",
+        inside: tuple[str, ...] = (),
+    ) -> Job:
+        """Submit train, torchrun or a script of the test's; `inside` runs sbatch."""
+        path = ROOT / "slurm" / f"{file}.sbatch" if isinstance(file, str) else file
+        log = self.folder / f"{name}.log"
+        done = self.cluster.run(
+            *inside,
+            "sbatch",
+            "--parsable",
+            "--output",
+            log,
+            *sbatch,
+            path,
+            *arguments,
+            env={"RUNS": str(self.folder / "all runs"), **(env or {})},
+            cwd=self.folder,
+        )
+        job_id = done.stdout.strip()
+        recipe = str(arguments[0]) if arguments else "none"
+        run = self.folder / "all runs" / recipe / f"slurm-{job_id}"
+        return Job(self.cluster, job_id, log, run)
+
+    def script(self, text: str) -> Path:
+        """A batch script of the test's own."""
+        path = self.folder / "script.sh"
+        path.write_text(f"#!/bin/bash\nexport PYTHONPATH={ROOT}\n{text}\n")
+        return path
+
+    def patch(self, **env: str) -> dict[str, str]:
+        """Environment in which ranks fail or take their time."""
+        (self.folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
+        return {"PYTHONPATH": f"{ROOT}:{self.folder}", **env}
+
+
+def submitter(cluster: Cluster, folder: Path) -> Iterator[Submitter]:
+    yield Submitter(cluster, folder)
+    cluster.run("scancel", "--user", "root")
+    wait_for(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), every_s=ASK_S)
+
+
+@pytest.fixture
+def submit(cluster: Cluster, tmp_path: Path) -> Iterator[Submitter]:
+    yield from submitter(cluster, tmp_path)
+
+
+@pytest.fixture
+def submit_strictly(strict: Cluster, tmp_path: Path) -> Iterator[Submitter]:
+    yield from submitter(strict, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return make_run(4, OPTIONS, tmp_path_factory.mktemp("reference"))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return make_run(2, OPTIONS, tmp_path_factory.mktemp("pair"))
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_two_nodes_with_two_tasks_each(submit: Submitter, reference: Result, file: str) -> None:
+    job = submit(file, "ddp_launch", *OPTIONS)
+    assert job.result.assert_ok().sha == reference.sha
+    # torchrun (torch 2.15) warns when the node that holds the rendezvous ends before the other one.
+    said = re.sub(r".*has failed to shutdown the rendezvous.*", "", job.said)
+    assert "error" not in said.lower()
+    manifest = json.loads((job.run / "manifest.json").read_text())
+    assert manifest["hosts"] == ["n1", "n2"]
+    assert job.info["JobName"] == "ddp_launch"
+
+
+def submit_py(
+    submit: Submitter, *options: str, env: Mapping[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    return submit.cluster.run(
+        sys.executable,
+        ROOT / "slurm" / "submit.py",
+        "ddp_launch",
+        "--runs",
+        submit.folder,
+        *options,
+        cwd=submit.folder,
+        check=False,
+        env=env,
+    )
+
+
+def submitted(submit: Submitter, said: str) -> list[Job]:
+    found = re.findall(r"(?m)^job (.+)\n  results  (.+)\n  log      (.+)$", said)
+    return [Job(submit.cluster, job_id, Path(log), Path(run)) for job_id, run, log in found]
+
+
+# What a notebook's cell and an interactive session leave in the shell that submits.
+LEAKED = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "OMPI_COMM_WORLD_RANK": "0",
+    "SLURM_MEM_PER_CPU": "10",
+    "SLURM_PTY_PORT": "1",
+    "SLURM_STEP_RESV_PORTS": "29500",
+    "SLURM_CPU_BIND_TYPE": "mask_cpu:",
+    "SLURM_CPU_BIND": "bad",
+}
+
+
+def test_submitit(submit: Submitter, reference: Result) -> None:
+    asked = (*TWO_BY_TWO[:2], "--tasks-per-node", "2", "--mem", "1000")
+    done = submit_py(submit, *asked, "--follow", "--", *OPTIONS, env=LEAKED)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (job,) = submitted(submit, done.stdout)
+    assert job.result.assert_ok().sha == reference.sha
+    assert "world_size 4 (launcher: slurm)" in done.stdout
+    assert done.stdout.endswith(f"job {job.job_id} finished\n")
+    # --dry-run shows the file that is submitted, and Slurm accepts it.
+    dry = submit_py(submit, *asked, "--dry-run", "--", *OPTIONS)
+    (file,) = (submit.folder / "ddp_launch" / "submitit").glob("*_submission.sh")
+    assert dry.stdout.strip() == file.read_text().strip()
+    assert "wckey" not in dry.stdout
+    submit.cluster.run("sbatch", "--test-only", file)
+
+
+def requeue(cluster: Cluster, job: Job) -> None:
+    cluster.run("scontrol", "requeue", job.job_id)
+
+
+def preempt(cluster: Cluster, job: Job) -> None:
+    cluster.run(
+        "sbatch",
+        "--partition=high",
+        "--nodes=4",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap=sleep 1",
+    )
+
+
+def signal_tasks(cluster: Cluster, job: Job) -> None:
+    cluster.run("scancel", "--signal=USR2", job.job_id)
+
+
+def signal_batch_script(cluster: Cluster, job: Job) -> None:
+    cluster.run("scancel", "--batch", "--signal=USR2", job.job_id)
+
+
+def signal_all(cluster: Cluster, job: Job) -> None:
+    cluster.run("scancel", "--full", "--signal=USR2", job.job_id)
+
+
+def power_cut(cluster: Cluster, job: Job) -> None:
+    cluster.power_off("n2")
+    try:
+        wait_for(
+            lambda: "down" in cluster.run("sinfo", "-h", "-n", "n2", "-o", "%T").stdout,
+            every_s=ASK_S,
+        )
+    finally:
+        cluster.power_on("n2")
+
+
+@dataclass
+class Interrupted:
+    """How a job went on."""
+
+    result: Result
+    restarts: int
+    repeated_steps: int
+    said: str
+
+
+def interrupt(
+    job: Job, how: Callable[[Cluster, Job], None], reference: Result, timeout_s: float = PATIENCE_S
+) -> Interrupted:
+    """Interrupt a job between two snapshots, and wait for its end with no further hand."""
+    wait_for(lambda: job.step >= 65)
+    how(job.cluster, job)
+    reached = 0
+
+    def again() -> bool:
+        nonlocal reached
+        reached = max(reached, job.step)
+        return job.info["JobState"] == "RUNNING" and int(job.info["Restarts"]) > 0
+
+    wait_for(again, timeout_s, ASK_S)
+    info = job.ended(timeout_s)
+    result = job.result.assert_ok()
+    assert result.sha == reference.sha, job.said
+    assert result.losses == reference.losses
+    assert "with other" not in job.said, "a restart is the same environment"
+    repeated = reached - result.summary["resumed_from"]
+    print(f"{how.__name__}: step {reached} reached, {repeated} steps done again")
+    return Interrupted(result, int(info["Restarts"]), repeated, job.said)
+
+
+@pytest.mark.parametrize(
+    "how", [signal_tasks, signal_batch_script, signal_all, preempt, requeue, power_cut]
+)
+def test_an_interrupted_job_ends_with_the_same_weights(
+    submit: Submitter, reference: Result, how: Callable[[Cluster, Job], None]
+) -> None:
+    job = submit(
+        "train",
+        "ddp_launch",
+        *OPTIONS,
+        env=submit.patch(STEP_S="0.1"),
+        sbatch=(*TWO_BY_TWO, "--nodelist=n[1-2]"),
+    )
+    went = interrupt(job, how, reference)
+    assert went.restarts in TIMES, went.said
+    if how is power_cut:  # nobody was told
+        assert 0 <= went.repeated_steps <= EVERY
+    else:
+        assert went.repeated_steps == 0
+
+
+def test_shards_of_two_nodes_go_on_after_a_power_cut(submit: Submitter, recipe: Recipe) -> None:
+    text = submit.folder / "book.txt"
+    text.write_text("".join(f"{n} times {n} is {n * n}, and that is true.\n" for n in range(300)))
+    data = ("--data", "text", "--data-path", str(text), "--context", "16")
+    options = (*data, "--layers", "1", "--width", "16", "--heads", "2", *OPTIONS)
+    reference = recipe("fsdp", *options, "--nproc", "4").assert_ok()
+    env = submit.patch(STEP_S="0.1")
+    job = submit("train", "fsdp", *options, env=env, sbatch=(*TWO_BY_TWO, "--nodelist=n[1-2]"))
+    went = interrupt(job, power_cut, reference)
+    assert went.restarts in TIMES, went.said
+    assert 0 <= went.repeated_steps <= EVERY
+
+
+@pytest.mark.parametrize("how", [signal_tasks, requeue])
+def test_torchrun_goes_on_too(
+    submit: Submitter, pair: Result, how: Callable[[Cluster, Job], None]
+) -> None:
+    job = submit(
+        "torchrun", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.1"), sbatch=ONE_EACH
+    )
+    went = interrupt(job, how, pair)
+    assert went.restarts in TIMES, went.said
+    assert went.repeated_steps == 0
+
+
+@pytest.mark.parametrize("how", [signal_tasks, power_cut])
+def test_submitit_goes_on_too(
+    submit: Submitter, pair: Result, how: Callable[[Cluster, Job], None]
+) -> None:
+    done = submit_py(
+        submit,
+        *ONE_EACH,
+        "--slurm=nodelist=n[1-2]",
+        "--",
+        *OPTIONS,
+        env=submit.patch(STEP_S="0.1"),
+    )
+    assert done.returncode == 0, done.stderr
+    (job,) = submitted(submit, done.stdout)
+    went = interrupt(job, how, pair)
+    assert went.repeated_steps <= (EVERY if how is power_cut else 0)
+    assert ("Calling checkpoint method" in job.said) == (how is signal_tasks)
+
+
+def test_submitit_here_and_now(submit: Submitter) -> None:
+    asked = ("--local", "--tasks-per-node", "2")
+    done = submit_py(submit, *asked, "--", "--epochs", "1", env=LEAKED)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "world_size 2 (launcher: recipes)" in done.stdout
+    (run,) = (submit.folder / "ddp_launch").glob("local-*")
+    assert f"  results  {run}\n" in done.stdout
+    assert (run / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--nodes", "two"), "--nodes: invalid int value"),
+        (("--no-such",), "--no-such"),
+        (("--gpus-per-node=2", "--tasks-per-node=1"), "one rank per GPU is needed"),
+        (("--partition=none",), "sbatch refused: "),
+        (("--runs", "/proc/no"), "cannot be written"),
+        (("--local", "--runs", "/proc/no"), "cannot be written"),
+        (("--", "--epocs", "3"), "--epocs"),
+        (("--slurm", "array=0-3"), "-- OPTIONS -- OPTIONS"),
+        (("--slurm", "time=1"), "give --time"),
+        (("--", "--lr", "-1"), "--lr must be positive"),
+        (("--", "--output-dir=x", "--", "--output-dir=x"), "would share --output-dir x"),
+    ],
+)
+def test_wrong_at_submission(submit: Submitter, options: tuple[str, ...], expected: str) -> None:
+    done = submit_py(submit, *options)
+    assert done.returncode == 2
+    (error,) = re.findall("(?m)^error: .*$", done.stderr)
+    assert expected in error
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "how", ["train", "train, one node", "torchrun, its check", "torchrun", "submitit"]
+)
+def test_a_signal_before_training_starts_the_job_again(
+    submit: Submitter, reference: Result, how: str
+) -> None:
+    options = ("ddp_launch", *OPTIONS)
+    if how == "submitit":
+        # The last task of an array: its raw id is that of the whole array.
+        done = submit_py(submit, *TWO_BY_TWO, "--", "--epochs", "1", "--", *OPTIONS)
+        other, job = submitted(submit, done.stdout)
+    else:
+        job = submit(how.split(",")[0], *options)
+    wait_for(lambda: job.info["JobState"] == "RUNNING", every_s=0.1)
+    time.sleep({"torchrun, its check": 1, "torchrun": 5}.get(how, 2))  # while torch is imported
+    if "one node" in how:  # the others wait for them, and are killed for that
+        submit.cluster.run(
+            "srun",
+            "--overlap",
+            "--jobid",
+            job.job_id,
+            "-n1",
+            "-N1",
+            "-wn2",
+            "pkill",
+            "-USR2",
+            "-f",
+            f"slurm-{job.job_id}$",
+        )
+    else:
+        submit.cluster.run("scancel", "--signal=USR2", job.job_id)
+    assert job.result.assert_ok().sha == reference.sha, job.said
+    assert job.info["Restarts"] == "1", job.said
+    assert job.result.summary["resumed_from"] is None
+    if how == "submitit":
+        assert other.ended()["Restarts"] == "0"
+        other.result.assert_ok()
+
+
+def test_torchrun_starts_a_killed_rank_again(submit: Submitter, pair: Result) -> None:
+    job = submit(
+        "torchrun", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.1"), sbatch=ONE_EACH
+    )
+    wait_for(lambda: job.step > 60)
+    kill = ("pkill", "-KILL", "--newest", "-f", f"slurm-{job.job_id}$")  # a rank
+    on_n2 = ("srun", "--overlap", "--jobid", job.job_id, "-n1", "-N1", "--nodelist=n2")
+    submit.cluster.run(*on_n2, *kill)
+    result = job.result.assert_ok()
+    assert result.sha == pair.sha
+    assert result.summary["resumed_from"] >= 50
+    assert job.info["Restarts"] == "0"
+
+
+@pytest.mark.slow
+def test_a_real_time_limit(submit: Submitter, reference: Result) -> None:
+    # Longer than the limit. Slurm may warn up to a minute too early, which would leave a limit of
+    # one minute no time to train on a busy machine.
+    job = submit(
+        "train",
+        "ddp_launch",
+        *OPTIONS,
+        env=submit.patch(STEP_S="0.6"),
+        sbatch=(*TWO_BY_TWO, "--time=2", "--signal=USR2@20"),
+    )
+    info = job.ended()
+    assert job.result.assert_ok().sha == reference.sha
+    assert int(info["Restarts"]) >= 1
+    # Every restart goes on where a start stopped, or finds the end: nothing was done again.
+    stopped, resumed = (
+        set(re.findall(rf"{word} after step (\d+)", job.said)) for word in ("stopped", "resuming")
+    )
+    assert stopped
+    assert stopped <= resumed <= stopped | {str(reference.summary["steps"])}, job.said
+
+
+def test_a_cancelled_job_saves_and_stays_cancelled(submit: Submitter) -> None:
+    job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.1"), sbatch=ONE_EACH)
+    wait_for(lambda: job.step > 60)
+    submit.cluster.run("scancel", job.job_id)
+    assert job.ended()["JobState"] == "CANCELLED"
+    (stopped,) = re.findall(r"stopped after step (\d+)", job.said)
+    assert job.snapshots[-1] == job.step == int(stopped)
+
+
+def test_where_requeue_is_refused_the_log_says_how_to_go_on(
+    submit: Submitter, pair: Result
+) -> None:
+    job = submit(
+        "train",
+        "ddp_launch",
+        *OPTIONS,
+        env=submit.patch(STEP_S="0.1"),
+        sbatch=(*ONE_EACH, "--no-requeue"),
+    )
+    wait_for(lambda: job.step > 60)
+    submit.cluster.run("scancel", "--signal=USR2", job.job_id)
+    assert job.result.status == 75
+    (words,) = re.findall(
+        r"continue from snapshot step_\S+: sbatch \[its options and file as before\] (.+)", job.said
+    )
+    second = submit("train", *shlex.split(words), sbatch=ONE_EACH, name="second")
+    second.run = job.run
+    assert second.result.assert_ok().sha == pair.sha
+    assert second.result.summary["resumed_from"] >= 60
+
+
+def test_a_second_signal_and_no_slurmctld_while_the_job_concludes(
+    submit: Submitter, pair: Result
+) -> None:
+    job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.1"), sbatch=ONE_EACH)
+    wait_for(lambda: job.step > 60)
+    batch_script = ["pkill", "-USR2", "-f", f"job{job.job_id}/slurm_script"]
+    submit.cluster.stop_slurmctld()
+    try:
+        subprocess.run(batch_script, check=True)
+        wait_for(lambda: "slurmctld does not answer; retrying" in job.said)
+        subprocess.run(batch_script, check=True)
+    finally:
+        submit.cluster.start_slurmctld()
+    assert job.result.assert_ok().sha == pair.sha, job.said
+    assert job.info["Restarts"] == "1"
+    assert "unbound" not in job.said
+
+
+def test_restarts_without_progress_end(submit: Submitter) -> None:
+    """A loss that is not finite right after a snapshot, again and again."""
+    env = {"MAX_RESTARTS": "1"}
+    job = submit(
+        "train",
+        "ddp_launch",
+        "--lr",
+        "1e6",
+        "--snapshot-every",
+        "1",
+        "--log-every",
+        "1",
+        env=env,
+        sbatch=ONE_EACH,
+    )
+    info = job.ended()
+    assert (info["JobState"], info["ExitCode"], info["Restarts"]) == ("FAILED", "1:0", "1")
+    assert "error: 1 restarts in a row without a new snapshot" in job.said
+    assert job.said.count("is not finite") >= 2  # from each rank, as srun lets it speak
+
+
+def test_a_failing_rank_ends_the_job_and_is_named(submit: Submitter) -> None:
+    job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(FAIL_AT="5"))
+    info = job.ended()
+    assert (info["JobState"], info["ExitCode"], info["Restarts"]) == ("FAILED", "1:0", "0")
+    assert re.search(r"(?m)^error: rank 3 on n2: a bug of this test$", job.said)
+
+
+WRONG = {
+    "recipe": (("ddp_lunch",), {}, (), "no recipe 'ddp_lunch'"),
+    "option": (("ddp_launch", "--epocs", "3"), {}, (), "--epocs"),
+    "value": (("ddp_launch", "--global-batch-size", "97"), {}, (), "97"),
+    "environment": (("ddp_launch",), {"PYTHON": "/no/python"}, (), "no environment"),
+    "folder": (("ddp_launch", "--output-dir", "/proc/no"), {}, (), "cannot be written"),
+    "too many tasks": (("ddp_launch",), {}, ("--gpus-per-node=1",), "2 ranks per node, but 1 GPUs"),
+    "too few tasks": (
+        ("ddp_launch",),
+        {},
+        ("--gpus-per-node=2", "--ntasks-per-node=1"),
+        "1 ranks per node, but 2",
+    ),
+    "GPUs that torch does not see": (
+        ("ddp_launch",),
+        {},
+        ("--gpus-per-node=2",),
+        "but torch sees none",
+    ),
+    "array": (
+        ("ddp_launch", "--output-dir=x"),
+        {},
+        ("--array=7",),
+        "tasks of the array would share",
+    ),
+    "container": (("ddp_launch",), {"CONTAINER": "docker:x"}, (), "CONTAINER must be"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_at_the_start(submit: Submitter, what: str) -> None:
+    arguments, env, sbatch, expected = WRONG[what]
+    job = submit("train", *arguments, env=env, sbatch=("--nodes=2", "--ntasks-per-node=2", *sbatch))
+    info = job.ended()
+    assert (info["JobState"], info["ExitCode"], info["Restarts"]) == ("FAILED", "2:0", "0"), (
+        job.said
+    )
+    errors = re.findall("(?m)^error: .*$", job.said)
+    assert expected in errors[0]
+    assert len(errors) == 1, job.said  # of four ranks
+
+
+WRONG_FOR_TORCHRUN = {
+    "recipe": WRONG["recipe"],
+    "option": WRONG["option"],
+    "cores": (("ddp_launch",), {}, ("--nodes=2", "--gpus-per-node=2"), "--ntasks-per-node=2"),
+    "tasks": (("ddp_launch",), {}, ("--nodes=2", "--ntasks=3"), "2,1 tasks on the nodes"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_FOR_TORCHRUN)
+def test_wrong_at_the_start_of_torchrun(submit: Submitter, what: str) -> None:
+    arguments, _, sbatch, expected = WRONG_FOR_TORCHRUN[what]
+    job = submit("torchrun", *arguments, sbatch=sbatch)
+    assert job.ended()["ExitCode"] == "2:0"
+    (error,) = re.findall("(?m)^error: .*$", job.said)
+    assert expected in error
+
+
+# A shell of a step, in an allocation.
+_SESSION = (
+    "salloc",
+    "--nodelist=n1",
+    "--ntasks=1",
+    "--mem-per-cpu=500",
+    "--gpus-per-node=2",
+    sys.executable,
+    "-c",
+    "import pty, sys; pty.spawn(['srun', '--pty', *sys.argv[1:]])",
+)
+
+
+def test_an_interactive_session_leaks_nothing_into_a_job(submit_strictly: Submitter) -> None:
+    submit = submit_strictly
+    noting = (
+        f"grep Cpus_allowed_list /proc/self/status >> {submit.folder}/cores.$SLURM_JOB_ID; "
+        f'exec {sys.executable} "$@"'
+    )
+    python = stub(submit.folder, "python", noting)["PATH"].split(":")[0] + "/python"
+    jobs = [
+        submit(
+            "train",
+            "ddp_launch",
+            "--epochs",
+            "1",
+            sbatch=sbatch,
+            env={"PYTHON": python, **env},
+            inside=_SESSION,
+            name=name,
+        )
+        for name, sbatch, env in (
+            ("four", (*TWO_BY_TWO, "--mem=4000", "--nodelist=n[1-2]"), {}),
+            # And from the script of an array's task that submits the next job.
+            (
+                "one",
+                ("--nodes=1",),
+                {
+                    "SLURM_ARRAY_JOB_ID": "7",
+                    "SLURM_ARRAY_TASK_ID": "1",
+                    "SLURM_NTASKS": "4",
+                    "SLURM_RESTART_COUNT": "2",
+                },
+            ),
+        )
+    ]
+    for job, world_size in zip(jobs, (4, 1), strict=True):
+        assert job.result.assert_ok().summary["world_size"] == world_size, job.said
+    assert json.loads((jobs[0].run / "manifest.json").read_text())["hosts"] == ["n1", "n2"]
+    cores = (submit.folder / f"cores.{jobs[0].job_id}").read_text().split()[1::2]
+    assert set(cores) != {"0"}, "all ranks on the session's core"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_ranks_left_in_the_shell_are_not_the_jobs(submit: Submitter, file: str) -> None:
+    left = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+    job = submit(file, "ddp_launch", "--epochs", "1", env=left, sbatch=ONE_EACH)
+    if file == "train":  # meanwhile, without our files
+        command = ("srun", "-N2", "-n2", sys.executable, "-m", "recipes", "ddp_launch", "--check")
+        bare = submit.cluster.run(*command, env={"PYTHONPATH": str(ROOT), **left}, check=False)
+        assert bare.returncode == 2
+        assert "error: RANK=0 WORLD_SIZE=1 in the environment" in bare.stderr
+    assert job.result.assert_ok().summary["world_size"] == 2
+    assert (
+        "ignored, because it comes from the shell that submitted this job: WORLD_SIZE=1\n"
+        in job.said
+    )
+
+
+def test_torchrun_has_its_ranks_memory(submit_strictly: Submitter) -> None:
+    """As the README asks for it; that of one core is too little."""
+    job = submit_strictly(
+        "torchrun",
+        "ddp_launch",
+        "--epochs",
+        "1",
+        "--device",
+        "cpu",
+        sbatch=(*TWO_BY_TWO, "--gpus-per-node=2"),
+    )
+    assert job.result.assert_ok().summary["world_size"] == 4
+
+
+def test_a_site_that_kills_at_the_first_exit_lets_all_ranks_save(
+    submit_strictly: Submitter, pair: Result
+) -> None:
+    job = submit_strictly(
+        "train", "ddp_launch", *OPTIONS, env=submit_strictly.patch(STEP_S="0.1"), sbatch=ONE_EACH
+    )
+    assert interrupt(job, signal_tasks, pair).repeated_steps == 0
+
+
+def test_rank_0_on_another_host_than_the_first_is_said(submit: Submitter) -> None:
+    hosts = submit.folder / "hosts"
+    hosts.write_text("n3\nn1\n")
+    jobs = [
+        submit(
+            "train",
+            "ddp_launch",
+            *options,
+            name=name,
+            env={"SLURM_HOSTFILE": str(hosts), **env},
+            sbatch=(*ONE_EACH, "--nodelist=n[1,3]", "--distribution=arbitrary"),
+        )
+        for name, env, options in (
+            ("wrong", {}, ("--check",)),
+            ("right", {"MASTER_ADDR": "n3"}, ("--epochs", "1")),
+        )
+    ]
+    assert jobs[0].result.status == 2
+    assert "error: rank 0 is on n3, but the other ranks look for it on n1" in jobs[0].said
+    assert jobs[1].result.assert_ok().summary["world_size"] == 2
+
+
+def test_a_rank_that_alone_cannot_begin_is_named_once(submit: Submitter) -> None:
+    one = '[ $SLURM_PROCID = 3 ] && set -- --lr none; exec "$0" -m recipes ddp_launch "$@"'
+    job = submit(
+        submit.script(
+            f"srun bash -c '{one}' {sys.executable}\nsrun {sys.executable} -m recipes ddp_lunch"
+        )
+    )
+    job.ended()
+    alone, alike = re.findall("(?m)^error: .*$", job.said)
+    assert re.match(r"error: rank 3 on n2: .*--lr", alone)
+    assert alike == "error: no recipe 'ddp_lunch': did you mean ddp_launch?"
+
+
+def test_copies_and_links_of_the_file(submit: Submitter) -> None:
+    file = ROOT / "slurm" / "train.sbatch"
+    copy, link = submit.folder / "my own.job", submit.folder / "link"
+    shutil.copy(file, copy)
+    link.symlink_to(file)
+
+    def start(path: Path, **env: str) -> Job:
+        name = f"{path.name}{len(env)}"
+        return submit(path, "ddp_launch", "--check", sbatch=("-N1",), env=env, name=name)
+
+    lost, found, linked = start(copy), start(copy, RECIPES_ROOT=str(ROOT)), start(link)
+    assert lost.result.status == 2
+    assert f"error: no job.sh beside {copy}: export RECIPES_ROOT=" in lost.said
+    found.result.assert_ok()
+    linked.result.assert_ok()
+
+
+def test_two_runs_of_one_job_do_not_share_a_folder(submit: Submitter) -> None:
+    line = f"bash {ROOT}/slurm/train.sbatch ddp_launch --check"
+    job = submit(submit.script(f"{line} & first=$!\n{line}; echo $?; wait $first; echo $?"))
+    run = job.run.parents[1] / "ddp_launch" / job.run.name
+    job.result.assert_ok()
+    (error,) = re.findall("(?m)^error: .*$", job.said)
+    assert error.startswith(f"error: another run of job {job.job_id} writes into {run}: give each")
+    assert sorted(re.findall(r"(?m)^\d$", job.said)) == ["0", "2"]
+    assert not (run / "slurm_running").exists()
+
+
+def test_fewer_ranks_than_the_gpus_of_an_exclusive_node(submit: Submitter) -> None:
+    ways: list[tuple[list[str], list[str]]] = [
+        (["--device", "cpu"], []),
+        (["--device=cpu"], []),
+        ([], ["--gpus-per-node=h100:1"]),
+    ]
+    jobs = [
+        submit(
+            "train",
+            "ddp_launch",
+            "--check",
+            *options,
+            name=str(number),
+            sbatch=("--exclusive", "--nodes=1", "--ntasks-per-node=1", *sbatch),
+        )
+        for number, (options, sbatch) in enumerate(ways)
+    ]
+    for job in jobs:
+        job.result.assert_ok()
+
+
+def test_an_array_on_one_node_shares_no_port(submit: Submitter) -> None:
+    options = ("--epochs", "4")
+    array = submit(
+        "train",
+        "ddp_launch",
+        *options,
+        name="%a",
+        sbatch=("--array=0-3", "--ntasks-per-node=2", "--nodelist=n3"),
+    )
+    jobs = [
+        Job(
+            submit.cluster,
+            f"{array.job_id}_{task}",
+            submit.folder / f"{task}.log",
+            Path(f"{array.run}_{task}"),
+        )
+        for task in range(4)
+    ]
+    assert len({job.result.assert_ok().sha for job in jobs}) == 1
+    started = [job.info["StartTime"] for job in jobs]
+    assert all(job.info["EndTime"] > max(started) for job in jobs), "not at the same time"
+
+
+def test_an_array_over_seeds(submit: Submitter) -> None:
+    """As the README says it."""
+    wrap = "bash slurm/train.sbatch ddp_launch --epochs 1 --seed $SLURM_ARRAY_TASK_ID"
+    array = submit.cluster.run(
+        "sbatch",
+        "--parsable",
+        "--array=0-1",
+        f"--output={submit.folder}/%a.log",
+        "--requeue",
+        "--signal=USR2@120",
+        "--open-mode=append",
+        "--time=1:00:00",
+        f"--wrap={wrap}",
+        env={"RUNS": str(submit.folder)},
+    ).stdout.strip()
+    runs = [submit.folder / "ddp_launch" / f"slurm-{array}_{task}" for task in (0, 1)]
+    jobs = [
+        Job(submit.cluster, f"{array}_{task}", submit.folder / f"{task}.log", run)
+        for task, run in enumerate(runs)
+    ]
+    assert len({job.result.assert_ok().sha for job in jobs}) == 2
+
+
+def test_data_on_each_nodes_disk(submit: Submitter) -> None:
+    """The README's script, with this cluster's nodes and a folder of the test's as their disk."""
+    page = (ROOT / "slurm" / "README.md").read_text()
+    (script,) = re.findall(r"```\n(#!/bin/bash\n#SBATCH .*?)```", page, re.DOTALL)
+    script = script.replace("--gpus-per-node=4 --ntasks-per-node=4", "--ntasks-per-node=1")
+    path = submit.folder / "staged.sh"
+    path.write_text(
+        script.replace("/tmp", str(submit.folder / "disk"))
+        .replace("slurm/train.sbatch", str(ROOT / "slurm" / "train.sbatch"))
+        .replace("ddp_launch", "ddp_launch --epochs 1 --image-size 32 --global-batch-size 4")
+    )
+    flowers(submit.folder / "photos")
+    (submit.folder / "disk").mkdir()
+    shutil.make_archive(str(submit.folder / "photos"), "tar", submit.folder, "photos")
+    job = submit(path, sbatch=("--time=10",))
+    job.run = submit.folder / "all runs" / "ddp_launch" / job.run.name
+    assert job.result.assert_ok().summary["world_size"] == 2
+
+
+def test_a_shell_that_srun_opens_is_no_rank(submit: Submitter) -> None:
+    ask = "from common.launch.ranks import resolve; print(resolve().launcher)"
+    found = []
+    for options in ([], ["--pty"], ["--pty", "srun", "--overlap"]):
+        command = ["srun", *options, sys.executable, "-c", ask]
+        terminal = f"import pty; pty.spawn({command!r})"
+        done = submit.cluster.run(sys.executable, "-c", terminal, env={"PYTHONPATH": str(ROOT)})
+        found.append(done.stdout.split()[-1])
+    assert found == ["slurm", "none", "slurm"]
+
+
+def test_two_steps_side_by_side_share_no_port(submit: Submitter) -> None:
+    step = f"srun --exact --ntasks=2 {sys.executable} -m recipes ddp_launch --epochs 4 --output-dir"
+    job = submit(
+        submit.script(f"{step} a & first=$!\n{step} b & wait $first && wait $!"),
+        sbatch=("--ntasks=4", "--nodes=1"),
+    )
+    assert job.ended()["ExitCode"] == "0:0", job.said
+    for name in "ab":
+        assert json.loads((submit.folder / name / "summary.json").read_text())["world_size"] == 2
+    begun, ended = (
+        [(submit.folder / name / file).stat().st_mtime for name in "ab"]
+        for file in ("manifest.json", "summary.json")
+    )
+    assert max(begun) < min(ended), "one after the other"
+
+
+def probes(text: str) -> list[list[Any]]:
+    lines = [line for line in text.splitlines() if line.startswith('["probe"')]
+    return sorted(json.loads(line)[1:] for line in lines)
+
+
+def test_ranks_and_devices_of_every_kind_of_step(submit: Submitter) -> None:
+    (submit.folder / "probe.py").write_text(_PROBE)
+    python = f"{sys.executable} {submit.folder}/probe.py"
+    job = submit(
+        submit.script(
+            f"srun {python} > all\nsrun -N1 -n1 -w n2 {python} > one\n{python} > shell\n"
+            f"srun --gpus-per-task=1 {python} > isolated\n"
+            f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 probe.py > torchrun"
+        ),
+        sbatch=(*TWO_BY_TWO, "--gpus-per-node=2", "--nodelist=n[1-2]"),
+    )
+    job.ended()
+
+    def read(name: str) -> list[list[Any]]:
+        return probes((submit.folder / name).read_text())
+
+    assert read("all") == [
+        ["slurm", rank, rank % 2, 4, 2, "n1", f"n{rank // 2 + 1}", "0,1", rank % 2]
+        for rank in range(4)
+    ]
+    assert read("isolated") == [
+        ["slurm", rank, rank % 2, 4, 2, "n1", f"n{rank // 2 + 1}", str(rank % 2), 0]
+        for rank in range(4)
+    ]
+    assert read("one") == [["slurm", 0, 0, 1, 1, "n2", "n2", "0,1", 0]]
+    assert read("shell") == [["none", 0, 0, 1, 1, "127.0.0.1", "n1", "0,1", 0]]
+    assert [line[:5] for line in read("torchrun")] == [
+        ["torchrun", 0, 0, 2, 2],
+        ["torchrun", 1, 1, 2, 2],
+    ]
+
+
+def test_without_srun_and_by_torchrun_in_an_allocation(submit: Submitter) -> None:
+    options = ("--epochs", "1", "--device", "cpu", "--output-dir")
+    bare = submit(
+        submit.script(f"{sys.executable} -m recipes ddp_launch {' '.join(options)} bare"),
+        sbatch=TWO_BY_TWO,
+    ).result.assert_ok()
+    assert "world_size 2 (launcher: recipes)" in bare.stdout
+    assert "without srun all ranks run on this node" in bare.stdout
+    done = submit.cluster.run(
+        "salloc",
+        "--ntasks=2",
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "-m",
+        "recipes.ddp_launch.train",
+        *options,
+        "torchrun",
+        cwd=submit.folder,
+        env={"PYTHONPATH": str(ROOT)},
+    )
+    assert "world_size 2 (launcher: torchrun)" in done.stdout
+
+
+def test_arguments_reach_the_recipe_untouched(submit: Submitter) -> None:
+    folder = submit.folder / "a 'quoted' \"folder\" $HOME"
+    job = submit(
+        "train",
+        "ddp_launch",
+        "--epochs",
+        "1",
+        "--output-dir",
+        folder,
+        sbatch=("--ntasks-per-node=2",),
+    )
+    assert job.ended()["ExitCode"] == "0:0", job.said
+    assert (folder / "summary.json").exists()
+    assert not job.run.exists()
+
+
+def test_slurm_accepts_every_directive(cluster: Cluster) -> None:
+    files = sorted((ROOT / "slurm").glob("*.sbatch"))
+    assert len(files) >= 2
+    for file in files:
+        cluster.run("sbatch", "--test-only", file)
+        assert not re.search(r"(?m)^# +SBATCH", file.read_text()), "a comment, not a directive"
+
+
+def test_make_slurm_check(submit: Submitter) -> None:
+    need("make")
+    done = submit.cluster.run(
+        "make",
+        "-C",
+        ROOT,
+        "slurm-check",
+        f"PYTHON={sys.executable}",
+        "ARGS=--ntasks-per-node=2",
+        env={"RUNS": str(submit.folder)},
+    )
+    assert re.search(r"all ranks met \d+\.\d s after they were started", done.stdout)
+    assert re.search(r"3  n2 +eth0 +cpu", done.stdout), done.stdout
+    assert re.search(r"n2 +[\d,]+ +-?\d+\.\d+ ± \d+\.\d+ ms", done.stdout)
+    refused = submit.cluster.run(
+        "make",
+        "-C",
+        ROOT,
+        "slurm-check",
+        f"PYTHON={sys.executable}",
+        "ARGS=--partition=none",
+        check=False,
+        env={"RUNS": str(submit.folder)},
+    )
+    assert refused.returncode == 2
+    assert "invalid partition" in refused.stderr
+    assert re.search(r"(?m)^error: sbatch refuses slurm/\w+.sbatch", refused.stderr)
+
+
+def test_a_slow_link_and_a_wrong_clock_are_found(submit: Submitter) -> None:
+    need("tc")
+    inside = ["nsenter", f"--net={submit.cluster.network('n3')}", "tc", "qdisc"]
+    subprocess.run(
+        [
+            *inside,
+            "add",
+            "dev",
+            "eth0",
+            "root",
+            "tbf",
+            "rate",
+            "100mbit",
+            "burst",
+            "64kb",
+            "latency",
+            "100ms",
+        ],
+        check=True,
+    )
+    try:
+        options = ("--largest", "4", "--rounds", "2")
+        job = submit(
+            "train",
+            "check_network",
+            *options,
+            env=submit.patch(AHEAD="n3"),
+            sbatch=("--nodes=3", "--nodelist=n[1-3]"),
+        )
+        info = job.ended()
+    finally:
+        subprocess.run([*inside, "del", "dev", "eth0", "root"], check=True)
+    links = json.loads((job.run / "network.json").read_text())["links_of_rank_0"]
+    # What n3 sends is limited to 12.5 MB/s, and what it gets is not.
+    assert links["n3"]["bytes_per_s"] < 2 * 12.5e6 < links["n2"]["bytes_per_s"]
+    assert abs(links["n3"]["clock_ahead_s"] - 5) <= links["n3"]["within_s"]
+    assert info["ExitCode"] == "1:0"
+    assert re.search(r"(?m)^error: rank 0 on n1: the clock of n3 differs by \+[45]\.", job.said)
+
+
+def stub(folder: Path, name: str, text: str) -> dict[str, str]:
+    """A program of that name first on the job's PATH."""
+    path = folder / "stubs" / name
+    path.parent.mkdir()
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+    return {"PATH": f"{path.parent}:{os.environ['PATH']}"}
+
+
+def test_the_command_line_of_apptainer(submit: Submitter) -> None:
+    """No apptainer here: a stand-in notes its words, then runs what follows the image."""
+    path = stub(
+        submit.folder,
+        "apptainer",
+        (
+            f'printf "%s\\n" "$@" > {submit.folder}/words.$SLURM_PROCID; shift 5; [ $1 = python ]; '
+            f'shift; PYTHONPATH={ROOT} exec {sys.executable} "$@"'
+        ),
+    )
+    env = {"CONTAINER": "apptainer:/images/recipes.sif", "MOUNTS": "/data:/data", **path}
+    job = submit("train", "ddp_launch", "--epochs", "1", env=env)
+    assert job.result.assert_ok().summary["world_size"] == 4
+    words = (submit.folder / "words.3").read_text().splitlines()
+    assert words[:6] == [
+        "exec",
+        "--nv",
+        "--bind",
+        f"{job.run},/data:/data",
+        "/images/recipes.sif",
+        "python",
+    ]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_command_line_of_pyxis(submit: Submitter, file: str) -> None:
+    """srun knows --container-image where pyxis is installed only: a stand-in notes its words."""
+    path = stub(submit.folder, "srun", f'printf "%s\\n" "$@" > {submit.folder}/words')
+    env = {"CONTAINER": "pyxis:registry#recipes:1", **path}
+    job = submit(file, "ddp_launch", "--epochs", "1", env=env)
+    assert job.ended()["ExitCode"] == "0:0", job.said
+    words = (submit.folder / "words").read_text().splitlines()
+    assert "--container-image=registry#recipes:1" in words
+    assert f"--container-mounts={job.run}:{job.run}" in words
+    assert words[words.index("--no-container-entrypoint") + 1 :][:2] == ["python", "-P"]
+
+
+def test_a_job_that_submits_a_sweep_from_python(submit: Submitter) -> None:
+    """The README's sweep as it is written, then one job, from within a job of another shape."""
+    (sweep,) = re.findall(r"(?s)```python\n(.+?)```", (ROOT / "slurm" / "README.md").read_text())
+    (submit.folder / "sweep.py").write_text(sweep)
+    (submit.folder / "common").mkdir()  # not the repository's
+    (submit.folder / "common" / "__init__.py").touch()
+    one = f"{ROOT}/slurm/submit.py ddp_launch --ntasks-per-node 2 --follow -- --epochs 1"
+    script = submit.script(f"PYTHONPATH={ROOT} {sys.executable} sweep.py\n{sys.executable} {one}")
+    driver = submit(
+        script,
+        env={"RUNS": str(submit.folder), **LEAKED},
+        sbatch=("--array=7", "--gpus-per-node=1", "--mem=100"),
+    )
+    assert driver.ended()["ExitCode"] == "0:0", driver.said
+    runs = sorted((submit.folder / "ddp_launch").glob("slurm-*"))
+    told = dict(re.findall(r"(?m)^(\d+_\d) (0\.\d+)$", driver.said))
+    assert len(told) == 3
+    assert [run.name for run in runs[:3]] == [f"slurm-{job_id}" for job_id in told]
+    for run in runs:
+        summary = json.loads((run / "summary.json").read_text())
+        assert summary["world_size"] == 2
+        assert told.get(run.name[6:]) in (str(summary["val_accuracy"]), None)
+    assert len(runs) == 4
+
+
+def test_a_held_job_outlives_ctrl_c_and_says_that_its_repository_was_moved(
+    submit: Submitter,
+) -> None:
+    repository = submit.folder / "a repository"
+    for name in ("common", "recipes", "slurm", "tools"):
+        shutil.copytree(ROOT / name, repository / name)
+    follower = submit.cluster.start(
+        sys.executable,
+        repository / "slurm" / "submit.py",
+        "ddp_launch",
+        "--runs",
+        submit.folder,
+        "--slurm",
+        "hold",
+        "--follow",
+        cwd=submit.folder,
+        # Where the tests run in a shell's background, they and what they start are deaf to it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    submitted_job = "ddp_launch/submitit/*_submitted.pkl"
+    wait_for(lambda: list(submit.folder.glob(submitted_job)) or follower.poll() is not None)
+    assert follower.poll() is None, follower.communicate()
+    time.sleep(1)  # between submission and following
+    follower.send_signal(signal.SIGINT)
+    try:
+        said, errors = follower.communicate(timeout=PATIENCE_S)
+    finally:
+        follower.kill()
+    (job,) = submitted(submit, said)
+    assert follower.returncode == 130, errors
+    assert said.endswith(
+        f"goes on. To follow it: tail -F {job.log}; to end it: scancel {job.job_id}\n"
+    )
+    assert "Traceback" not in errors
+    assert job.info["JobState"] == "PENDING"
+    repository.rename(submit.folder / "moved")
+    submit.cluster.run("scontrol", "release", job.job_id)
+    assert job.ended()["ExitCode"] == "2:0"
+    assert re.search(
+        r"(?m)^error: n\d sees no .*/a repository/slurm/clean_env.sh, .*moved\?", job.said
+    )

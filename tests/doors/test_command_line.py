@@ -1,0 +1,828 @@
+"""The recipes as a user starts them: every launcher, every way to be interrupted, one result."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from common.files import weights_sha256
+from common.git import without_secrets
+from common.group.host import usable_cores
+from tests.helpers.commands import ROOT, Recipe, Result, children, ranks_of, wait_for
+from tests.helpers.images import flowers, photo
+from tests.helpers.machine import free_port, need, need_root
+from tools.make_variables import used
+
+PLANTED = "hf_planted0123456789"
+OPTIONS = ("--epochs", "6", "--log-every", "5", "--snapshot-every", "4")
+STEPS = 6 * 14
+INJECTED = {"PYTHONPATH": f"{ROOT / 'tests' / 'faults' / 'inject'}:{ROOT}"}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Result]:
+    """One uninterrupted run of ddp_launch that every other way to get there must equal."""
+    runner = Recipe(tmp_path_factory.mktemp("reference"))
+    yield runner("ddp_launch", *OPTIONS).assert_ok()
+    runner.stop()
+
+
+def assert_same(result: Result, reference: Result) -> None:
+    result.assert_ok()
+    assert result.sha == reference.sha
+    assert result.losses == reference.losses
+    assert result.summary["best"] == reference.summary["best"]
+    best = [(run.folder / "best.pt").read_bytes() for run in (result, reference)]
+    assert best[0] == best[1]
+
+
+def test_make_run_trains_with_its_defaults(recipe: Recipe) -> None:
+    need("make")
+    folder = recipe.tmp_path / f"a folder {PLANTED}"
+    process = recipe.start(
+        "make",
+        "--no-print-directory",
+        "-C",
+        ROOT,
+        "run",
+        f"PYTHON={sys.executable}",
+        "RECIPE=ddp_launch",
+        f"ARGS=--output-dir '{folder}'",
+        env={"HF_TOKEN": PLANTED, "NCCL_DEBUG_TOKEN": PLANTED},
+    )
+    result = recipe.finish(process, folder).assert_ok()
+    result.assert_bits_of_the_record()
+    summary = result.summary
+    assert summary["val_accuracy"] >= 0.97
+    assert summary["val_accuracy"] == summary["val_correct"] / summary["val_total"]
+    assert summary.keys() == {
+        "recipe",
+        "world_size",
+        "epochs",
+        "steps",
+        "train_loss",
+        "val_loss",
+        "val_accuracy",
+        "val_correct",
+        "val_top5",
+        "best",
+        "val_total",
+        "samples_per_s",
+        "peak_memory_bytes",
+        "elapsed_s",
+        "weights_sha256",
+        "resumed_from",
+    }
+    assert (summary["world_size"], len(summary["peak_memory_bytes"])) == (2, 2)
+    assert result.stdout.splitlines()[0].startswith("ddp_launch: world_size 2")
+    assert "device cpu (no GPU visible)" in result.stdout.splitlines()[0]
+    assert re.search(r"val_accuracy +0\.9[789]", result.stdout), "the table at the end"
+    assert "step/s" in result.stderr, "the progress bar"
+    assert_record(folder, summary)
+
+
+@pytest.mark.parametrize(
+    ("typed", "kept"),
+    [
+        ("--weights https://me:abc123@host/w.pt", "--weights https://***@host/w.pt"),
+        (
+            "--data-path 'https://abc123@host/a b' --lr 0.1",
+            "--data-path 'https://***@host/a b' --lr 0.1",
+        ),
+        ("--hub-token abc123 --seed 1", "--hub-token *** --seed 1"),
+        ("--password='abc 123' --seed 1", "--password=*** --seed 1"),
+        ("--output-dir runs/hf_abc123456", "--output-dir runs/***"),
+        ("--output-dir runs/token/sk-1 --model a@b", "--output-dir runs/token/sk-1 --model a@b"),
+    ],
+)
+def test_a_manifest_keeps_no_secret_of_the_command(typed: str, kept: str) -> None:
+    assert without_secrets(f"python -m recipes ddp_launch {typed}") == (
+        f"python -m recipes ddp_launch {kept}"
+    )
+
+
+def assert_record(folder: Path, summary: dict[str, Any]) -> None:
+    """The files of the contract."""
+    assert PLANTED not in (folder / "manifest.json").read_text()
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["lr"], config["data"], config["seed"]) == (0.1, "digits", 0)
+    assert config["num_workers"] == 0, "data in memory"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["torch"] == torch.__version__
+    assert manifest["world_size"] == 2
+    assert re.fullmatch("[0-9a-f]{64}", manifest["data_fingerprint"])
+    assert manifest["determinism"]["cpu_threads"] == 1
+    assert set(manifest["environment"]) <= {"OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG"}
+    weights = torch.load(folder / "model.pt", weights_only=True)
+    assert weights_sha256(weights) == summary["weights_sha256"]
+    assert not any(name.startswith("module.") for name in weights)
+    assert len(list((folder / "snapshots").iterdir())) == 3
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    scalars = {"loss", "accuracy", "learning_rate", "samples_per_s", "train_loss"}
+    assert scalars <= set(events.Tags()["scalars"])
+    accuracy = [event.value for event in events.Scalars("accuracy")]
+    assert accuracy[-1] == pytest.approx(summary["val_accuracy"])
+    lines = [json.loads(s) for s in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all({"step", "epoch"} <= line.keys() for line in lines)
+    assert all({"loss", "lr"} <= line.keys() or "val_loss" in line for line in lines)
+    assert sum("val_accuracy" in line for line in lines) == summary["epochs"]
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("ddp_launch", ()),
+        ("ddp_launch", ("--num-workers", "2")),
+        ("ddp_spawn", ()),
+    ],
+)
+def test_the_same_options_give_the_same_weights(
+    recipe: Recipe, reference: Result, name: str, extra: tuple[str, ...]
+) -> None:
+    result = recipe(name, "--nproc", "2", *OPTIONS, *extra)
+    assert_same(result, reference)
+    command = json.loads((result.folder / "manifest.json").read_text())["command"]
+    assert command.startswith(f"python -m recipes {name} --nproc 2 --epochs 6"), "as it was typed"
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "torch.distributed.run -m recipes.ddp_launch.train",
+        *(
+            pytest.param(launcher, marks=pytest.mark.slow)
+            for launcher in (
+                "torch.distributed.launch recipes/ddp_launch/train.py",
+                "torch.distributed.run recipes/ddp_launch/train.py",
+                "torch.distributed.run -m recipes.ddp_spawn.train",
+                "torch.distributed.launch --use_env -m recipes.ddp_launch.train",
+            )
+        ),
+    ],
+)
+def test_under_torchs_launchers(recipe: Recipe, reference: Result, launcher: str) -> None:
+    module, *rest = launcher.split()
+    rest = [str(ROOT / part) if part.endswith(".py") else part for part in rest]
+    folder = recipe.tmp_path / "run"
+    process = recipe.start(
+        sys.executable,
+        "-m",
+        module,
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+        *rest,
+        *OPTIONS,
+        "--output-dir",
+        folder,
+    )
+    result = recipe.finish(process, folder)
+    assert_same(result, reference)
+    assert "launcher: torchrun" in result.stdout
+    assert result.stdout.count("world_size 2") == 1, "only rank 0 talks"
+
+
+@pytest.mark.slow
+def test_slurms_torchrun_says_75_even_if_no_rank_listens_yet(recipe: Recipe) -> None:
+    """torchrun itself says 1, as after a failure, and the job would not be requeued."""
+    sbatch = (ROOT / "slurm" / "torchrun.sbatch").read_text()
+    (code,) = re.findall(r"(?s)^torchrun='(.*?)'$", sbatch, re.MULTILINE)
+    (signals,) = re.findall(r"--signals-to-handle=\S+", sbatch)
+    rank = recipe.tmp_path / "rank.py"
+    rank.write_text("import pathlib, time\npathlib.Path('began').touch()\ntime.sleep(1e6)")
+    port = str(free_port())
+    process = recipe.start(sys.executable, "-c", code, "--master-port", port, signals, rank)
+    wait_for((recipe.tmp_path / "began").exists)
+    process.send_signal(signal.SIGUSR2)
+    result = recipe.finish(process, recipe.tmp_path)
+    assert result.status == 75
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp_launch", "ddp_spawn"])
+def test_under_mpirun(recipe: Recipe, reference: Result, name: str) -> None:
+    need("mpirun")
+    process = recipe.start(
+        "mpirun",
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "-n",
+        "2",
+        *recipe.command(name, *OPTIONS),
+    )
+    result = recipe.finish(process, recipe.tmp_path / "run")
+    assert_same(result, reference)
+    assert "launcher: openmpi" in result.stdout
+
+
+BEFORE_THEY_MEET = {
+    "on rank 1": (
+        "torch.distributed.run --no-python --nproc-per-node 2 --master-port {port}",
+        "",
+        "--device cuda",
+        r"rank 1 on \S+: --device cuda, but this process sees no",
+    ),
+    "all options, torchrun": (
+        "torch.distributed.run --no-python --nproc-per-node 2 --master-port {port}",
+        "--epocs 3",
+        "",
+        r"Unrecognized options: --epocs, 3 \(perhaps",
+    ),
+    "its options": ("mpirun", "", "--epocs 3", r"rank 1 on \S+: Unrecognized options: --epocs, 3"),
+    "all options": ("mpirun", "--epocs 3", "", r"Unrecognized options: --epocs, 3 \(perhaps"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "what",
+    [
+        "on rank 1",
+        *(pytest.param(w, marks=pytest.mark.slow) for w in BEFORE_THEY_MEET if w != "on rank 1"),
+    ],
+)
+def test_what_ranks_find_before_they_meet_is_shown_once(recipe: Recipe, what: str) -> None:
+    launcher, options, of_rank_1, says = BEFORE_THEY_MEET[what]
+    command = [sys.executable, "-m", *launcher.format(port=free_port()).split()]
+    if launcher == "mpirun":
+        need("mpirun")
+        command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    script = (
+        '[ "${RANK:-$OMPI_COMM_WORLD_RANK}" = 0 ] || set -- "$@" $OF_RANK_1; '
+        'exec "$0" -m recipes ddp_launch "$@"'
+    )
+    env = {"OF_RANK_1": of_rank_1, "CUDA_VISIBLE_DEVICES": ""}
+    process = recipe.start(
+        *command, "bash", "-c", script, sys.executable, *options.split(), env=env
+    )
+    result = recipe.finish(process, recipe.tmp_path)
+    assert result.status != 0
+    assert len(result.errors) == 1, result.stderr
+    assert re.match(f"error: {says}", result.errors[0])
+    assert "InputError" not in result.stderr, "torchrun shows no traceback of it"
+
+
+def test_an_option_is_refused_in_plain_letters_on_a_terminal(recipe: Recipe) -> None:
+    command = [sys.executable, "-m", "recipes", "ddp_launch", "--nproc", "1", "--epocs", "3"]
+    process = recipe.start(sys.executable, "-c", f"import pty; pty.spawn({command!r})")
+    said = recipe.finish(process, recipe.tmp_path).stdout
+    assert said.startswith("error: Unrecognized options: --epocs, 3 (perhaps you meant --epochs)")
+
+
+@pytest.mark.parametrize(
+    ("name", "closed"),
+    [
+        ("ddp_launch", "<&- >&- 2>&-"),
+        ("dp_scratch", ">&- 2>&-"),
+        pytest.param("ddp_spawn", "<&- >&- 2>&-", marks=pytest.mark.slow),
+        pytest.param("ddp_launch", "2>&-", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_needs_no_standard_streams(recipe: Recipe, name: str, closed: str) -> None:
+    """As a daemon has none: no file or socket of the run may take their numbers."""
+    command = recipe.command(name, "--max-steps", "2")
+    process = recipe.start("sh", "-c", f'exec "$@" {closed}', "sh", *command)
+    result = recipe.finish(process, recipe.tmp_path / "run").assert_ok()
+    assert result.summary["steps"] == 2
+
+
+def test_a_rank_that_exits_in_the_middle_of_training_is_named(recipe: Recipe) -> None:
+    """Status 75 would say that the run was asked to stop."""
+    fault = {"FAULT": "exits as if it were asked to stop", "FAULT_STEP": "3"}
+    env = {**INJECTED, **fault, "FAULT_MARK": str(recipe.tmp_path / "mark")}
+    result = recipe("ddp_launch", "--nproc", "2", env=env)
+    assert (result.status, len(result.errors)) == (1, 1), result.stderr
+    assert re.match(r"error: rank 1 on \S+ ended too early \(status 75\): ", result.errors[0])
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_started_as_a_file(recipe: Recipe, reference: Result) -> None:
+    for name in ("ddp_launch", "ddp_spawn"):
+        folder = recipe.tmp_path / name
+        file = ROOT / "recipes" / name / "train.py"
+        process = recipe.start(
+            sys.executable,
+            file,
+            "--nproc",
+            "2",
+            *OPTIONS,
+            "--output-dir",
+            folder,
+            env={"PYTHONPATH": ""},
+        )
+        assert_same(recipe.finish(process, folder), reference)
+
+
+def snapshot_steps(folder: Path) -> list[int]:
+    return sorted(int(p.name[5:13]) for p in folder.glob("snapshots/step_*.pt"))
+
+
+def gates(folder: Path, *at: int | str) -> dict[str, str]:
+    """The environment of a run that waits at each gate, until the test deletes its file."""
+    folder.mkdir()
+    for gate in at:
+        (folder / str(gate)).touch()
+    return {**INJECTED, "GATES": str(folder)}
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    wait_for(lambda: (snapshot_steps(folder) or [0])[-1] >= step)
+
+
+def test_ctrl_c_while_spawned_ranks_import_torch_shows_no_traceback(recipe: Recipe) -> None:
+    process = recipe.start(*recipe.command("ddp_spawn", "--nproc", "2"))
+
+    def importing() -> bool:
+        spawned = [Path(f"/proc/{pid}") for pid in children(process.pid)]
+        spawned = [p for p in spawned if b"spawn_main" in (p / "cmdline").read_bytes()]
+        return any("libtorch_cpu" in (path / "maps").read_text() for path in spawned)
+
+    wait_for(importing, every_s=0.001)  # of the second that it takes, this is the beginning
+    os.killpg(process.pid, signal.SIGINT)
+    result = recipe.finish(process, recipe.tmp_path / "run")
+    assert (result.status, "Traceback" in result.stderr) == (130, False), result.stderr
+
+
+def rank_below(launcher: int, rank: int) -> int:
+    """Process id of a rank that trains; a spawned rank is found by its log, which it holds open."""
+    for pid in children(launcher):
+        with suppress(OSError):
+            links = [str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+            if any(link.endswith(f"/logs/rank_{rank}.log") for link in links):
+                return pid
+    raise AssertionError(f"no rank {rank}")
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("ddp_launch", "SIGTERM"),
+        pytest.param("ddp_launch", "SIGUSR1", marks=pytest.mark.slow),
+        pytest.param("ddp_spawn", "SIGUSR2", marks=pytest.mark.slow),
+    ],
+)
+def test_asked_to_stop(recipe: Recipe, reference: Result, name: str, number: str) -> None:
+    command = recipe.command(name, *OPTIONS, "--num-workers", "1")
+    folder, gate = recipe.tmp_path / "run", recipe.tmp_path / "gates" / "10"
+    process = recipe.start(*command, env=gates(gate.parent, 10))
+    wait_for_step(folder, 8)
+    process.send_signal(signal.Signals[number])
+    gate.unlink()
+    stopped = recipe.finish(process, folder)
+    assert (stopped.status, stopped.errors) == (75, []), stopped.stderr
+    assert f"run the same command with --output-dir {folder}" in stopped.stdout
+    assert "Traceback" not in stopped.stderr
+    at = snapshot_steps(folder)[-1]
+    assert f"stopped after step {at}:" in stopped.stdout
+    assert 8 <= at < STEPS
+    result = recipe.finish(recipe.start(*command), folder)
+    assert_same(result, reference)
+    assert result.summary["resumed_from"] == at
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_whole_session_spares_the_loading_processes(
+    recipe: Recipe, reference: Result
+) -> None:
+    """As a scheduler or a terminal does it: workers get the signal too."""
+    command = recipe.command("ddp_launch", *OPTIONS, "--num-workers", "1")
+    gate = recipe.tmp_path / "gates" / "10"
+    process = recipe.start(*command, env=gates(gate.parent, 10))
+    wait_for_step(recipe.tmp_path / "run", 8)
+    os.killpg(process.pid, signal.SIGTERM)
+    gate.unlink()
+    stopped = recipe.finish(process, recipe.tmp_path / "run")
+    assert (stopped.status, stopped.errors) == (75, []), stopped.stderr
+    assert_same(recipe.finish(recipe.start(*command), recipe.tmp_path / "run"), reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp_launch", "ddp_spawn"])
+def test_killed_ranks_are_restarted_in_the_same_folder(
+    recipe: Recipe, reference: Result, name: str
+) -> None:
+    """Without --output-dir, the folder's name is chosen once."""
+    command = [sys.executable, "-m", "recipes", name, *OPTIONS, "--resume", "never"]
+    gated = recipe.tmp_path / "gates"
+    process = recipe.start(*command, "--restarts", "2", env=gates(gated, 10, 42))
+    runs = recipe.tmp_path / "runs" / name
+    folder = wait_for(lambda: list(runs.glob("*/snapshots")))[0].parent
+    for victim, step in ((1, 8), (0, 40)):
+        wait_for_step(folder, step)
+        os.kill(rank_below(process.pid, victim), signal.SIGKILL)
+        (gated / str(step + 2)).unlink()
+    result = recipe.finish(process, folder)
+    assert_same(result, reference)
+    assert list(runs.iterdir()) == [folder]
+    assert len(result.errors) == 2, "one for each failure"
+    assert re.findall(r"(?m)^restart (\d) of 2: newest snapshot step_0000", result.stderr) == [
+        "1",
+        "2",
+    ]
+    lost = re.findall(r"(?m)^restarted: lost \d+\.\d s, steps done again: (\d+)", result.stdout)
+    assert len(lost) == 2
+    assert all(int(steps) <= 5 for steps in lost), "a snapshot is written every 4 steps"
+
+
+@pytest.mark.slow
+def test_restarted_on_as_many_processes_as_there_are_devices(recipe: Recipe) -> None:
+    """From 4 processes to 2, to 1, and to 4: the same bits as on 2 without a failure."""
+    options = (*OPTIONS, "--virtual-ranks", "4", "--log-every", "1")
+    whole = recipe("ddp_launch", *options, "--nproc", "2", folder="whole").assert_ok()
+    devices, folder = recipe.tmp_path / "devices", recipe.tmp_path / "run"
+    devices.write_text("4")
+    command = recipe.command("ddp_launch", *options, "--nproc", "4", "--restarts", "9", "--shrink")
+    gated = recipe.tmp_path / "gates"
+    env = {**gates(gated, 6, 26, 46), "DEVICES": str(devices)}
+    process = recipe.start(*command, env=env)
+    for left, victim, step in ((2, 3, 4), (1, 1, 24), (4, 0, 44)):
+        wait_for_step(folder, step)
+        devices.write_text(str(left))
+        os.kill(rank_below(process.pid, victim), signal.SIGKILL)
+        (gated / str(step + 2)).unlink()
+    result = recipe.finish(process, folder).assert_ok()
+    assert (result.sha, result.losses) == (whole.sha, whole.losses)
+    processes = re.findall(r"(?m)^restart \d of 9: .* on (\d) processes", result.stderr)
+    assert processes == list("424214")
+
+
+@pytest.mark.slow
+def test_a_request_to_stop_ends_an_evaluation(recipe: Recipe, reference: Result) -> None:
+    seen, folder = recipe.tmp_path / "seen", recipe.tmp_path / "run"
+    command = recipe.command("ddp_launch", *OPTIONS)
+    gate = recipe.tmp_path / "gates" / "seen"
+    env = {**gates(gate.parent, "seen"), "EVALUATION_S": "0.3", "SEEN": str(seen)}
+    process = recipe.start(*command, env=env)
+    wait_for(seen.exists)
+    process.send_signal(signal.SIGTERM)
+    gate.unlink()
+    stopped = recipe.finish(process, folder)
+    assert (stopped.status, stopped.errors) == (75, []), stopped.stderr
+    assert "stopped after step 14: to resume, run the same command" in stopped.stdout
+    assert snapshot_steps(folder)[-1] == 14
+    assert len(seen.read_text()) < 12, "batches were left out"
+    assert all("val_loss" not in line for line in stopped.metrics)
+    result = recipe.finish(recipe.start(*command), folder)
+    assert_same(result, reference)
+    ends = [[x["val_loss"] for x in r.metrics if "val_loss" in x] for r in (result, reference)]
+    assert ends[0] == ends[1], "every epoch once"
+
+
+@pytest.mark.slow
+def test_a_request_to_stop_ends_the_check_of_images(recipe: Recipe) -> None:
+    seen, photos = recipe.tmp_path / "seen", flowers(recipe.tmp_path / "photos", 20)
+    gate = recipe.tmp_path / "gates" / "seen"
+    env = {
+        **gates(gate.parent, "seen"),
+        "IMAGE_S": "0.5",
+        "SEEN": str(seen),
+        "XDG_CACHE_HOME": str(recipe.tmp_path),
+    }
+    options = ("--data", "imagefolder", "--data-path", photos, "--model", "resnet18")
+    process = recipe.start(*recipe.command("ddp_launch", *options), env=env)
+    wait_for(seen.exists)
+    process.send_signal(signal.SIGTERM)
+    gate.unlink()
+    stopped = recipe.finish(process, recipe.tmp_path / "run")
+    assert (stopped.status, stopped.errors) == (75, []), stopped.stderr
+    assert len(seen.read_text()) < len(list(photos.rglob("*.*"))), "some were not checked"
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_rank_that_dies_once(recipe: Recipe, reference: Result) -> None:
+    folder, gate = recipe.tmp_path / "run", recipe.tmp_path / "gates" / "10"
+    process = recipe.start(
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+        "--master-port",
+        str(free_port()),
+        "-m",
+        "recipes.ddp_launch.train",
+        *OPTIONS,
+        "--output-dir",
+        folder,
+        env=gates(gate.parent, 10),
+    )
+    wait_for_step(folder, 8)
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+    gate.unlink()
+    result = recipe.finish(process, folder)
+    assert_same(result, reference)
+    assert result.summary["resumed_from"] >= 8
+
+
+@pytest.mark.slow
+def test_a_finished_run_started_again_stays_as_it_is(recipe: Recipe) -> None:
+    first = recipe("ddp_launch", "--epochs", "1").assert_ok()
+    metrics, summary = first.metrics, first.summary
+    again = recipe("ddp_launch", "--epochs", "1").assert_ok()
+    assert (again.metrics, again.summary) == (metrics, summary)
+    assert "already finished" in again.stdout
+    (again.folder / "summary.json").unlink()  # as if it had died just before the end
+    third = recipe("ddp_launch", "--epochs", "1").assert_ok()
+    assert (third.sha, third.metrics) == (summary["weights_sha256"], metrics)
+
+
+@pytest.mark.slow
+def test_nobody_else_may_write_into_a_run(recipe: Recipe) -> None:
+    """Even where the user's umask lets everybody: weights and snapshots are loaded again."""
+    command = shlex.join(recipe.command("ddp_spawn", "--nproc", "1", "--epochs", "1"))
+    result = recipe.finish(recipe.start("sh", "-c", f"umask 0; {command}"), recipe.tmp_path / "run")
+    made = [result.assert_ok().folder, *result.folder.rglob("*")]
+    assert len(made) > 10
+    assert not [path for path in made if path.stat().st_mode & stat.S_IWOTH]
+
+
+def test_a_working_folder_that_was_removed_is_named(recipe: Recipe) -> None:
+    gone = recipe.tmp_path / "gone"
+    gone.mkdir()
+    line = shlex.join([sys.executable, "-m", "recipes", "predict", "/run", "/one.png"])
+    process = recipe.start("sh", "-c", f"cd {gone} && rmdir {gone} && exec {line}")
+    result = recipe.finish(process, recipe.tmp_path)
+    says = "error: the working folder was removed: change to another one (cd)\n"
+    assert (result.status, result.stderr) == (2, says)
+
+
+def test_front_door_lists_the_recipes(recipe: Recipe) -> None:
+    result = recipe.module()
+    assert result.status == 0
+    for name in ("ddp_launch", "ddp_spawn"):
+        assert re.search(rf"^  {name} +DistributedDataParallel", result.stdout, re.MULTILINE)
+
+
+def test_help_lists_grouped_options_with_defaults_and_units(recipe: Recipe) -> None:
+    result = recipe.module("ddp_launch", "--help")
+    assert result.status == 0
+    text = " ".join(re.sub("[│─╭╮╰╯]", " ", result.stdout).split())
+    for part in (
+        "launch options",
+        "run options",
+        "data options",
+        "model options",
+        "optimizer options",
+        "parallel options",
+        "--global-batch-size",
+        "(default: 0.1)",
+        "--sync-bn, --no-sync-bn",
+        "{auto,gloo,nccl}",
+        "[steps]",
+        "--nproc",
+    ):
+        assert part in text, part
+
+
+def test_help_of_a_recipe_that_imports_triton_says_nothing_else(recipe: Recipe) -> None:
+    result = recipe.module("model_parallel_toy", "--help")
+    assert (result.status, result.stderr) == (0, "")
+
+
+def test_make_run_without_a_recipe_is_no_success(recipe: Recipe) -> None:
+    need("make")
+    command = ("make", "-C", ROOT, "run", f"PYTHON={sys.executable}", "NPROC=4")
+    result = recipe.finish(recipe.start(*command), recipe.tmp_path)
+    assert result.status == 2
+    assert result.errors == ["error: no recipe given: make run RECIPE=NAME"]
+    assert "ddp_spawn" in result.stdout
+
+
+REFUSED_BY_MAKE = {
+    "run RECIPE=ddp_launch ARG=--help": "make knows no variable ARG: did you mean ARGS?",
+    "run RECIPE=ddp_launch nproc=1": "make knows no variable nproc: did you mean NPROC?",
+    "run EPOCHS=1": 'make knows no variable EPOCHS: give options as ARGS="--epochs ..."',
+    "run RECIPE=ddp_launch INPUT=photos": "make run does not use INPUT: it uses ARGS, MASTER_ADDR",
+    "predict": "no run given: make predict RUN=runs/",
+    "predict RUN=runs/a": "no images given: make predict RUN=runs/a INPUT=photos",
+    "evaluate ARGS=--json": "no run given: make evaluate RUN=runs/",
+    "reproduce": "no run given: make reproduce RUN=runs/",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED_BY_MAKE)
+def test_make_refuses_what_cannot_be_meant_before_it_starts_anything(
+    recipe: Recipe, words: str
+) -> None:
+    need("make")
+    began = recipe.tmp_path / "began"
+    program = recipe.tmp_path / "python"
+    program.write_text(f"#!/bin/sh\ntouch {began}\n")
+    program.chmod(0o755)
+    process = recipe.start("make", "-C", ROOT, *words.split(), f"PYTHON={program}")
+    result = recipe.finish(process, recipe.tmp_path)
+    assert (result.status, len(result.errors)) == (2, 1)
+    assert result.errors[0].startswith(f"error: {REFUSED_BY_MAKE[words]}")
+    assert not began.exists()
+
+
+def test_make_takes_no_offence_at_the_environment(recipe: Recipe) -> None:
+    need("make")
+    env = {"EPOCHS": "1", "INPUT": "x"}
+    process = recipe.start("make", "-C", ROOT, "-n", "run", "RECIPE=ddp_launch", env=env)
+    assert "-m recipes ddp_launch" in recipe.finish(process, recipe.tmp_path).assert_ok().stdout
+
+
+def test_the_list_of_makes_variables_names_the_targets_that_use_them() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = {target: names for target, names in used(makefile).items() if "need" not in target}
+    for line in re.findall(r"(?m)^#: (.*)", makefile):
+        if not (listed := re.search(r"\(([a-z, -]+)[;)]", line)):
+            continue
+        for name in re.findall(r"\b([A-Z_]+)=", line):
+            users = {target for target, names in targets.items() if name in names}
+            assert users == set(listed[1].split(", ")), name
+    assert "NPROC" in targets["run"], "through LAUNCH"
+    everywhere = {"ARGS", "PYTHON", "STACK"}
+    assert all(everywhere & names for target, names in targets.items() if "test" in target)
+
+
+def test_tensorboard_gets_its_args(recipe: Recipe) -> None:
+    need("make")
+    command = ("make", "-C", ROOT, "-n", "tensorboard", "ARGS=--port 7007")
+    result = recipe.finish(recipe.start(*command), recipe.tmp_path).assert_ok()
+    assert "-m tensorboard.main --logdir runs --port 7007\n" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("make", "-C", ROOT, "test", "PYTHON=python"),
+        ("make", "-C", ROOT, "run", "RECIPE=ddp_launch", "PYTHON=python"),
+        ("python", "-m", "recipes", "ddp_launch", "--nproc", "2"),
+        ("python", "-m", "recipes", "predict", "a", "b"),
+    ],
+)
+def test_an_interpreter_without_the_packages_is_one_line(
+    recipe: Recipe, words: tuple[str | Path, ...]
+) -> None:
+    need("make")
+    bare = recipe.tmp_path / "python"  # no packages, but the project
+    bare.write_text(f'#!/bin/sh\nexec {sys._base_executable} -S "$@"\n')  # type: ignore[attr-defined]
+    bare.chmod(0o755)
+    env = {"PATH": f"{recipe.tmp_path}:{os.environ['PATH']}"}
+    result = recipe.finish(recipe.start(*words, env=env), recipe.tmp_path)
+    assert (result.status, len(result.errors)) == (2, 1), result.stderr
+    assert re.match(r"error: \S+ has no packages? .*\b(tyro|torch)\b", result.errors[0])
+    assert "Traceback" not in result.stderr
+
+
+def test_make_names_the_package_of_the_module_venv(recipe: Recipe) -> None:
+    need("make")
+    copy, without = recipe.tmp_path / "copy", recipe.tmp_path / "without"
+    (copy / "docker" / "stacks").mkdir(parents=True)
+    (copy / "docker" / "stacks" / "cu132.txt").write_text("# nothing\n")
+    shutil.copy(ROOT / "Makefile", copy)
+    without.mkdir()
+    (without / "ensurepip.py").write_text("raise ModuleNotFoundError")
+    process = recipe.start("make", "-C", copy, "venv", env={"PYTHONPATH": str(without)})
+    result = recipe.finish(process, copy)
+    assert result.status == 2
+    assert len(result.errors) == 1
+    assert "apt install python3-venv" in result.errors[0]
+    assert not list(copy.glob(".venv*"))
+
+
+@pytest.mark.slow
+def test_a_run_keeps_its_environment_while_make_venv_renews_it(recipe: Recipe) -> None:
+    """With lock files that install nothing."""
+    need("make")
+    copy, swapped = recipe.tmp_path / "copy", recipe.tmp_path / "swapped"
+    lock = copy / "docker" / "stacks" / "cu132.txt"
+    lock.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "Makefile", copy)
+    (copy / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "make_variables.py", copy / "tools")
+    (copy / "recipes").mkdir()
+    (copy / "recipes" / "__init__.py").touch()
+    (copy / "recipes" / "__main__.py").write_text(
+        "import sys, time, pathlib; print(pathlib.Path(sys.prefix).name, flush=True)\n"
+        f"while not pathlib.Path({str(swapped)!r}).exists(): time.sleep(0.05)\n"
+        "import of_this_environment\n"
+    )
+
+    def make(*words: str) -> Result:
+        return recipe.finish(recipe.start("make", "-C", copy, *words), copy)
+
+    lock.write_text("# first\n")
+    make("venv").assert_ok()
+    packages = next((copy / ".venv").glob("lib/python*/site-packages"))
+    (packages / "of_this_environment.py").touch()
+    run = recipe.start("make", "-C", copy, "run", "RECIPE=x")
+    printed = run.stdout
+    assert printed
+    wait_for(lambda: printed.readline().startswith(".venv"))
+    lock.write_text("# second\n")
+    renewed = make("venv").assert_ok()
+    swapped.touch()
+    recipe.finish(run, copy).assert_ok()
+    assert "is left for the runs that use it" in renewed.stdout
+    assert (copy / ".venv" / "lock.txt").read_text() == "# second\n"
+    lock.write_text("no-such-package==1 --hash=sha256:00\n")
+    assert make("venv").status == 2
+    assert (copy / ".venv" / "lock.txt").read_text() == "# second\n", "as it was"
+
+
+def test_make_help_is_the_default_goal_and_diff_ddp_is_short(recipe: Recipe) -> None:
+    need("make", "awk", "diff")
+    listing = recipe.finish(recipe.start("make", "-C", ROOT), recipe.tmp_path).assert_ok().stdout
+    for target in ("run", "test", "check", "lock", "diff-ddp", "help"):
+        assert f"make {target} " in listing
+    diff = recipe.finish(recipe.start("make", "-C", ROOT, "diff-ddp"), recipe.tmp_path).stdout
+    changed = [line for line in diff.splitlines() if re.match(r"[+-](?![+-]{2})", line)]
+    assert 10 < len(changed) < 70, "a newcomer reads it in a minute"
+
+
+@pytest.mark.slow
+def test_images_are_verified_once_and_loaded_on_the_cores_that_are_left(recipe: Recipe) -> None:
+    root = flowers(recipe.tmp_path / "photos")
+    options = (
+        "--data",
+        "imagefolder",
+        "--data-path",
+        root,
+        "--image-size",
+        "16",
+        "--global-batch-size",
+        "4",
+        "--nproc",
+        "2",
+        "--max-steps",
+    )
+    first = recipe("ddp_launch", *options, "1").assert_ok().stdout
+    assert "20 images: verified, all can be decoded" in first
+    each = max(1, usable_cores() // 2)
+    workers = min(8, each - 1)
+    assert f"--num-workers {workers} (CPU cores per rank: {each})" in first
+    assert json.loads((recipe.tmp_path / "run" / "config.json").read_text())["num_workers"] == (
+        workers
+    )
+    assert ("training uses 2 of" in first) == (usable_cores() > 2)
+    again = recipe("ddp_launch", *options, "2").assert_ok().stdout
+    assert "20 images: verified before, unchanged since" in again
+    # A larger photo, cut to the size of the one that it replaces, whose times it is given.
+    replaced, larger = root / "tulip" / "tulip 3.jpg", recipe.tmp_path / "larger.jpg"
+    before = replaced.stat()
+    photo(larger, 1, size=(200, 200))
+    larger.write_bytes(larger.read_bytes()[: before.st_size])
+    os.utime(larger, ns=(before.st_atime_ns, before.st_mtime_ns))
+    larger.rename(replaced)
+    assert (replaced.stat().st_size, replaced.stat().st_mtime_ns) == (
+        before.st_size,
+        before.st_mtime_ns,
+    )
+    refused = recipe("ddp_launch", *options, "3")
+    assert refused.status == 2
+    assert "tulip 3.jpg cannot be decoded as an image" in refused.errors[0]
+
+
+@pytest.mark.slow
+def test_a_default_run_takes_fewer_loading_processes_where_shared_memory_is_small(
+    recipe: Recipe,
+) -> None:
+    """And one process says how many of the cores it computes on."""
+    need_root()
+    need("unshare")
+    if usable_cores() < 2:
+        pytest.skip("needs two CPU cores")
+    root = flowers(recipe.tmp_path / "photos")
+    command = recipe.command(
+        "ddp_launch",
+        "--nproc",
+        "1",
+        "--data",
+        "imagefolder",
+        "--data-path",
+        root,
+        "--image-size",
+        "128",
+        "--global-batch-size",
+        "16",
+        "--max-steps",
+        "1",
+    )
+    script = 'mount --make-rprivate / && mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
+    process = recipe.start("unshare", "--mount", "sh", "-c", script, "sh", *command)
+    result = recipe.finish(process, recipe.tmp_path / "run").assert_ok()
+    assert "/dev/shm has 1 MiB free" in result.stdout
+    assert "leave room for 0 loading processes" in result.stdout
+    assert "--num-workers 0 (CPU cores per rank: " in result.stdout
+    assert f"training uses 1 of {usable_cores()} CPU cores" in result.stdout

@@ -1,0 +1,96 @@
+"""Two hosts: network namespaces, each with its own address and loopback."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.helpers.commands import Recipe, Result, wait_for
+from tests.helpers.hosts import ADDRESSES, launched, meeting, two_hosts
+
+OPTIONS = ("--epochs", "2", "--log-every", "5")
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[list[str]]]:
+    """For each host, the words that run a command on it."""
+    with two_hosts() as names:
+        yield [["ip", "netns", "exec", name] for name in names]
+
+
+def on_both(
+    recipe: Recipe, hosts: list[list[str]], *options: str, address: str = ADDRESSES[0]
+) -> list[Result]:
+    """Start ddp_launch by hand on both hosts, with the same options or with those of each host."""
+    processes = []
+    for node, host in enumerate(hosts):
+        extra = options[node].split() if len(options) == 2 else []
+        command = launched(recipe, node, *OPTIONS, *extra, address=address)
+        processes.append(recipe.start(*host, *command))
+    return [recipe.finish(process, recipe.tmp_path / "run") for process in processes]
+
+
+@pytest.mark.slow
+def test_by_hand_and_by_torchrun(recipe: Recipe, hosts: list[list[str]]) -> None:
+    alone = recipe("ddp_launch", "--nproc", "2", *OPTIONS, folder="alone").assert_ok()
+    first, second = on_both(recipe, hosts)
+    second.assert_ok()
+    assert first.assert_ok().sha == alone.sha
+    assert "world_size 2" in first.stdout
+    assert second.stdout == "", "only rank 0 talks"
+    processes = [
+        recipe.start(
+            *host,
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "1",
+            *meeting(node),
+            "-m",
+            "recipes.ddp_launch.train",
+            *OPTIONS,
+            "--output-dir",
+            recipe.tmp_path / "torchrun",
+        )
+        for node, host in enumerate(hosts)
+    ]
+    for process in processes:
+        result = recipe.finish(process, recipe.tmp_path / "torchrun").assert_ok()
+    assert result.sha == alone.sha
+
+
+@pytest.mark.slow
+def test_loopback_as_the_master_address_is_named(recipe: Recipe, hosts: list[list[str]]) -> None:
+    for result in on_both(recipe, hosts, address="127.0.0.1"):
+        assert result.status == 2
+        assert len(result.errors) == 1, result.stderr
+        assert re.search("127.0.0.1' is every host's own loopback", result.errors[0])
+
+
+@pytest.mark.slow
+def test_hosts_started_differently_do_not_train(recipe: Recipe, hosts: list[list[str]]) -> None:
+    for result in on_both(recipe, hosts, "--lr 0.1", "--lr 0.2"):
+        assert result.status == 2
+        assert re.search(r"rank 1: not started like rank 0: lr 0\.1 there, 0\.2", result.stderr)
+
+
+def listening(host: list[str]) -> set[str]:
+    """Addresses (hexadecimal, as in proc(5)) on which a host listens."""
+    command = [*host, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = [line.split() for line in said.splitlines() if not line.lstrip().startswith("sl")]
+    return {words[1].split(":")[0] for words in lines if words[3] == "0A"}
+
+
+@pytest.mark.slow
+def test_nothing_listens_on_every_interface(recipe: Recipe, hosts: list[list[str]]) -> None:
+    """Neither the store, which has no authentication, nor the ranks' own sockets."""
+    for node, host in enumerate(hosts):
+        recipe.start(*host, *launched(recipe, node, "--epochs", "100000"))
+    wait_for(lambda: list((recipe.tmp_path / "run").glob("snapshots/*.pt")))
+    for address, host in zip(ADDRESSES, hosts, strict=True):
+        own = "".join(f"{int(part):02X}" for part in reversed(address.split(".")))
+        assert listening(host) == {own}

@@ -1,0 +1,72 @@
+"""What a test needs of the machine: programs, root, a small disk, a port, a compiled library."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from common.launch.port import listen
+
+OTHER_NCCL = "int ncclGetVersion(int *version) { *version = 21803; return 0; }"
+DRIVER = """
+int cuDriverGetVersion(int *version) {{ *version = {version}; return 0; }}
+int cuInit(unsigned flags) {{ return {status}; }}
+int cuGetErrorString(int status, const char **text) {{ *text = "{words}"; return 0; }}
+int cuDeviceGetCount(int *count) {{ *count = 1; return 0; }}
+"""
+"""A stand-in of NVIDIA's driver with one GPU; `status` and `words` are of its start."""
+OLD_DRIVER = DRIVER.format(version=12040, status=0, words="no error")
+
+
+def need(*programs: str) -> None:
+    """Skip the test if a program is missing; in CI, where it can be installed, fail."""
+    missing = [p for p in programs if not shutil.which(p)]
+    if missing and os.environ.get("CI"):
+        pytest.fail(f"CI must install {', '.join(missing)}")
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}")
+
+
+def need_root() -> None:
+    """Skip the test if the user may not make namespaces and mounts; in CI, fail."""
+    if os.geteuid() != 0:
+        if os.environ.get("CI"):
+            pytest.fail("CI must run as root")
+        pytest.skip("needs root")
+
+
+def library(folder: Path, name: str, code: str) -> Path:
+    """Compile `code` to the shared library `name` in a folder; returns the folder."""
+    need("gcc")
+    folder.mkdir(exist_ok=True)
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-xc", "-", f"-Wl,-soname,{name}", "-o", folder / name],
+        input=code,
+        text=True,
+        check=True,
+    )
+    return folder
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A real file system of `size` at `folder`, to be filled."""
+    need_root()
+    need("mount")
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on: other tests may run at the same time."""
+    with listen("127.0.0.1", 0) as probe:
+        port: int = probe.getsockname()[1]
+    return port

@@ -1,0 +1,48 @@
+"""The recipe ddp_launch on the ranks of the pool."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from common.data.datasets import DataOptions
+from common.errors import StopRequested
+from common.launch.ranks import Ranks
+from common.run.options import RunOptions
+from common.training.ddp import ParallelOptions
+from common.training.models import ModelOptions
+from common.training.optimizer import OptimizerOptions
+from recipes.ddp_launch.train import Config, train
+from tests.helpers.commands import Result
+from tests.helpers.pool import Pool, call_main
+
+
+def run_training(ranks: Ranks, folder: Path, options: dict[str, dict[str, Any]]) -> bool:
+    """The recipe itself on this rank; True where it was asked to stop."""
+    config = Config(
+        run=RunOptions(output_dir=folder, **options.get("run", {})),
+        data=DataOptions(**options.get("data", {})),
+        model=ModelOptions(**options.get("model", {})),
+        optimizer=OptimizerOptions(**options.get("optimizer", {})),
+        parallel=ParallelOptions(**options.get("parallel", {})),
+    )
+    try:
+        train(config, ranks)
+    except StopRequested:
+        return True
+    return False
+
+
+def training(pool: Pool, world_size: int, folder: Path, **options: dict[str, Any]) -> Result:
+    pool.run(run_training, world_size, folder, options)
+    return Result(0, "", "", folder)
+
+
+def assert_refused(pool: Pool, says: str, *options: str | Path, name: str = "ddp_launch") -> None:
+    """Status 2, one `error:` line and no traceback."""
+    given = ["--nproc", "1"] if name == "ddp_launch" else []
+    ((status, _, said),) = pool.run(call_main, 1, name, [*given, *map(str, options)])
+    assert status == 2, f"status {status}\n{said}"
+    errors = [line for line in said.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, said
+    assert re.search(says, errors[0]), errors[0]
+    assert "Traceback" not in said

@@ -1,0 +1,254 @@
+"""Laws of the recipes of one process and of pipelines; each one's command line at the end."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.group import rendezvous
+from common.launch.ranks import Ranks
+from tests.helpers.commands import ROOT, Recipe
+from tests.helpers.machine import free_port
+from tests.helpers.pool import Pool, call_main
+from tests.helpers.run_folders import assert_record, summary
+from tests.helpers.training import assert_refused
+
+# All: interrupted and resumed, bad input, and the real command lines
+
+SMALL = {
+    "dp_resnet50": "--model resnet18 --global-batch-size 480 --epochs 2 --cpu-threads 1",
+    "dp_scratch": "--devices cpu cpu cpu --no-lesson --global-batch-size 240 --epochs 2",
+    "model_parallel_toy": "--epochs 2",
+    "checkpoint_rnn": "--length 20 --train-samples 320 --val-samples 64 --epochs 2 --layers 2 "
+    "--dropout 0.5 --segments 3",
+    "fsdp": "--nproc 1 --context 512 --global-batch-size 64 --layers 1 --width 16 --epochs 1",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in ("dp_resnet50", "fsdp") else n for n in SMALL],
+)
+def test_interrupted_and_resumed_is_uninterrupted(pool: Pool, tmp_path: Path, name: str) -> None:
+    def run(folder: str, *more: str) -> dict[str, Any]:
+        arguments = [*SMALL[name].split(), *more, "--output-dir", str(tmp_path / folder)]
+        ((status, _, said),) = pool.run(call_main, 1, name, arguments)
+        assert status == 0, said
+        return summary(tmp_path / folder)
+
+    whole = run("whole")
+    first = run("cut", "--max-steps", "3")
+    cut = run("cut")
+    assert (first["steps"], cut["resumed_from"]) == (3, 3)
+    assert cut["weights_sha256"] == whole["weights_sha256"] != first["weights_sha256"]
+    for key in ("val_loss", "val_correct"):  # fsdp counts no hits
+        assert cut.get(key) == whole.get(key)
+    weights = torch.load(tmp_path / "cut" / "model.pt", weights_only=True)
+    assert weights
+    assert not any(key.startswith("module.") for key in weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("model_parallel_toy", "--stages 3", "more than the 2 layers"),
+        ("model_parallel_toy", "--schedule gpipe --stages 99", "2 layers of --model toy"),
+        (
+            "model_parallel_toy",
+            "--schedule micro --micro-batches 5 --global-batch-size 96",
+            "divided by .* 5 micro",
+        ),
+        ("model_parallel_toy", "--schedule split --micro-batches 2", "split has no micro-batches"),
+        ("model_parallel_toy", "--schedule 1f1b --stages 4 --micro-batches 2", "at least as many"),
+        ("model_parallel_toy", "--devices cuda:7 cpu", "cuda:7 is not there"),
+        ("model_parallel_toy", "--devices cpu", "1 --devices for 2 --stages"),
+        ("model_parallel_toy", "--devices cpu cpu --data-parallel 2", "leave it out with"),
+        ("model_parallel_toy", "--nproc 2", "needs one process, whatever the number of devices"),
+        ("model_parallel_toy", "--data-parallel 2 --nproc 4", "needs 2 processes"),
+        (
+            "model_parallel_toy",
+            "--data-parallel 3 --global-batch-size 64",  # before a process starts
+            "divided by 3 copies x 1 micro-batches: give 63 or 66",
+        ),
+        ("model_parallel_toy", "--schedule gpipe --nproc 3", "needs 2 processes"),
+        ("dp_scratch", "--devices cpu cpu --global-batch-size 1", "less than 2 devices"),
+        ("dp_scratch", "--devices cuda:9", "cuda:9 is not there"),
+        ("dp_scratch", "--image-size 8", "grey images of 28 px"),
+        ("dp_resnet50", "--device-ids 0", "--device-ids cuda:0 is not there: .* sees no GPU"),
+        ("dp_resnet50", "--nproc 2", "needs one process"),
+        ("checkpoint_rnn", "--segments 401", "more than the 400 time steps"),
+        ("checkpoint_rnn", "--segments 0", "--segments must be at least 1"),
+        ("checkpoint_rnn", "--segments auto", "--memory-budget BYTES belong together"),
+        pytest.param(
+            *("checkpoint_rnn", "--length 8 --segments auto --memory-budget 9"),
+            "any number of segments: give about",
+            marks=pytest.mark.slow,
+        ),
+        ("checkpoint_rnn", "--compare --segments some", "segments"),
+        ("tune_loader", "--global-batch-size 5000", "more than the 1437 samples"),
+        ("tune_loader", "--rounds 0", "--rounds must be at least 1"),
+    ],
+)
+def test_options_that_cannot_work(
+    pool: Pool, tmp_path: Path, name: str, options: str, says: str
+) -> None:
+    assert_refused(pool, says, *options.split(), "--output-dir", tmp_path / "run", name=name)
+
+
+def as_two_tasks(ranks: Ranks, name: str) -> tuple[int, str, str]:
+    """main() as a launcher of two processes would start it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in (
+            ("RANK", "0"),
+            ("LOCAL_RANK", "0"),
+            ("WORLD_SIZE", "2"),
+            ("LOCAL_WORLD_SIZE", "2"),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", str(free_port())),
+        ):
+            patch.setenv(variable, value)
+        patch.setattr(rendezvous, "_REFUSAL_TIMEOUT_S", 1.0)  # the other task never comes
+        return call_main(ranks, name, [])
+
+
+def test_one_process_is_not_started_twice(pool: Pool) -> None:
+    ((status, _, said),) = pool.run(as_two_tasks, 1, "checkpoint_rnn")
+    assert status == 2
+    assert "needs one process, but" in said
+    assert "started 2" in said
+
+
+@pytest.mark.slow
+def test_every_recipe_through_the_front_door(recipe: Recipe) -> None:
+    """The real command lines, in fresh processes, with the files of the contract."""
+    for name, options in SMALL.items():
+        result = recipe(name, *options.split(), folder=name).assert_ok()
+        assert f"{name}: world_size 1 (launcher: none), device cpu" in result.stdout
+        assert_record(result.folder)
+
+
+def test_the_same_command_after_a_crash_before_the_first_snapshot(
+    pool: Pool, tmp_path: Path
+) -> None:
+    arguments = [*SMALL["dp_scratch"].split(), "--max-steps", "2", "--output-dir", str(tmp_path)]
+    assert pool.run(call_main, 1, "dp_scratch", arguments)[0][0] == 0
+    first = summary(tmp_path)
+    for snapshot in (tmp_path / "snapshots").iterdir():
+        snapshot.unlink()
+    ((status, _, said),) = pool.run(call_main, 1, "dp_scratch", arguments)
+    assert status == 0, said
+    assert summary(tmp_path)["weights_sha256"] == first["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_a_compiled_model_trains_alike_and_goes_on_to_the_bit(recipe: Recipe) -> None:
+    """Its weights have the names of the model that was compiled."""
+    options = (
+        "ddp_launch",
+        "--nproc",
+        "2",
+        "--precision",
+        "fp64",
+        "--log-every",
+        "1",
+        "--epochs",
+        "2",
+    )
+    usual = recipe(*options, folder="usual").assert_ok()
+    whole = recipe(*options, "--compile", folder="whole").assert_ok()
+    assert whole.losses == pytest.approx(usual.losses, rel=1e-9)
+    assert whole.losses != usual.losses, "it did compute otherwise"
+    names = [list(torch.load(r.folder / "model.pt", weights_only=True)) for r in (usual, whole)]
+    assert names[0] == names[1]
+    recipe(*options, "--compile", "--max-steps", "17", folder="cut").assert_ok()
+    assert recipe(*options, "--compile", folder="cut").assert_ok().sha == whole.sha
+    shards = (
+        "ddp_launch",
+        "--virtual-ranks",
+        "2",
+        "--compile",
+        "--dropout",
+        "0.3",
+        "--epochs",
+        "1",
+    )
+    on = [recipe(*shards, "--nproc", n, folder=f"on {n}").assert_ok().sha for n in ("1", "2")]
+    assert on[0] == on[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ddp_launch", "--epochs 1"),
+        ("dp_resnet50", "--model resnet18 --max-steps 2"),
+        ("dp_scratch", "--epochs 1"),
+        ("model_parallel_toy", "--model toy --max-steps 2"),
+        ("checkpoint_rnn", "--length 64 --hidden-size 8"),
+        ("fsdp", "--layers 1 --width 32 --context 16"),
+    ],
+)
+def test_every_comparison(recipe: Recipe, name: str, options: str) -> None:
+    """Far too short for its figures to mean anything: that it measures, draws and tells."""
+    command = recipe.command(name, "--compare", *options.split(), "--compare-rounds", "1")
+    result = recipe.finish(recipe.start(*command), recipe.tmp_path / "run").assert_ok()
+    found = json.loads((result.folder / "comparison.json").read_text())
+    assert len(found["tables"][0]["rows"]) > 1
+    assert (result.folder / "comparison.png").stat().st_size > 5000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "reaches"),
+    [
+        ("dp_resnet50", 0.93),
+        ("dp_scratch", 0.97),
+        ("model_parallel_toy", 0.95),
+        ("checkpoint_rnn", 0.6),
+        ("tune_loader", None),
+    ],
+)
+def test_make_run_with_its_defaults(recipe: Recipe, name: str, reaches: float | None) -> None:
+    folder = recipe.tmp_path / "run"
+    process = recipe.start(
+        "make",
+        "-s",
+        "-C",
+        ROOT,
+        "run",
+        f"RECIPE={name}",
+        f"PYTHON={sys.executable}",
+        f"ARGS=--output-dir {folder}",
+    )
+    result = recipe.finish(process, folder).assert_ok()
+    if reaches is None:
+        assert "recommended: --num-workers" in result.stdout
+        return
+    result.assert_bits_of_the_record()
+    assert result.summary["val_accuracy"] >= reaches
+    assert_record(folder)
+    if name == "checkpoint_rnn":
+        assert result.summary["val_loss"] < 0.02, "predicting the mean gives 1/6"
+    if name == "dp_resnet50":
+        assert "replicates nothing" in result.stdout
+        assert "32 of 32 predictions the same" in result.stdout
+    if name == "dp_scratch":
+        assert (folder / "diversity.json").is_file()
+        assert "one sample copied: batch 1 0." in result.stdout
+        lesson = json.loads((folder / "lesson.json").read_text())
+        assert all(c["32"][-1] > c["512"][-1] + 0.1 for c in lesson.values())
+        assert (folder / "lesson.png").stat().st_size > 5000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "reaches"),
+    [("--seed 2", 0.6), ("--seed 0 --model resnet18 --lr 0.05 --weight-decay 5e-4", 0.93)],
+)
+def test_six_epochs_are_enough_to_learn(recipe: Recipe, options: str, reaches: float) -> None:
+    """Where the initial weights were not torchvision's, these reached 0.50 and 0.81."""
+    result = recipe("ddp_launch", "--epochs", "6", *options.split()).assert_ok()
+    assert result.summary["val_accuracy"] >= reaches
