@@ -6,7 +6,10 @@
 #: RUN=DIR                 a finished run (predict, evaluate, reproduce)
 #: INPUT="FILE DIR ..."    images, and folders of images (predict)
 #: AGAINST=DIR             a second finished run, to compare with RUN (reproduce)
-#: ROUNDS=N                rounds of killed, damaged and resumed runs (soak; default 50)
+#: SUITE=slow              other tests (test): slow (each recipe to its end, each fault once), slurm (a real
+#:                         cluster, started here), image (a real container engine), faults (each fault in every
+#:                         recipe; renews docs/faults.md), soak (runs killed and damaged at random)
+#: ROUNDS=N                rounds of SUITE=soak (test; default 50)
 #: STACK=cu130             versions of CUDA and torch, from docker/stacks.json (default cu132)
 #: TARGET=development      an image with the tests and a C compiler (image, image-run)
 #: IMAGE=NAME              name of the image (image, image-run)
@@ -52,9 +55,9 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: run predict evaluate new reproduce doctor tensorboard diff-ddp check format test test-slow \
-	faults soak gpu-check bench bench-peers image image-run image-test image-repro sbom slurm-check \
-	test-slurm venv lock audit clean help venv-dev venv-peers packages packages-dev packages-peers \
-	need-run need-input
+	test-slurm image-test faults soak gpu-check bench bench-peers image image-run image-repro sbom \
+	slurm-check venv lock audit clean help venv-dev venv-peers packages packages-dev packages-peers \
+	need-run need-input need-suite
 
 ## Run
 
@@ -116,18 +119,23 @@ format: $(INSTALLED_DEV) ## Format the code and fix what the linter can fix
 	@$(PYTHON) -m ruff format .
 	@$(PYTHON) -m ruff check --fix .
 
-test: $(INSTALLED_DEV) ## Run the tests: laws, command lines, failures (minutes)
-	@$(PYTHON) -m pytest $(ARGS)
+test: need-suite $(INSTALLED_DEV) ## Run the tests (minutes); SUITE= chooses others, which CI runs, too
+	@case "$(SUITE)" in \
+	"") $(PYTHON) -m pytest $(ARGS) ;; \
+	slow) $(PYTHON) -m pytest -m "slow and not slurm and not image and not all_faults" $(ARGS) ;; \
+	slurm) $(PYTHON) -m pytest -m slurm tests/doors/slurm $(ARGS) ;; \
+	image) $(PYTHON) -m pytest -m image tests/doors/image $(ARGS) ;; \
+	faults) FAULTS_JSON=$(CURDIR)/tests/faults/results/matrix.json \
+		$(PYTHON) -m pytest -m slow tests/faults/test_matrix.py && $(PYTHON) -m tests.faults.matrix ;; \
+	soak) $(PYTHON) -m tests.faults.soak $(if $(ROUNDS),--rounds $(ROUNDS)) $(ARGS) ;; \
+	esac
 
-test-slow: $(INSTALLED_DEV) ## Run the slow tests: each recipe's default run to its end, each fault once
-	@$(PYTHON) -m pytest -m "slow and not slurm and not image and not all_faults" $(ARGS)
+need-suite:
+	@case "$(SUITE)" in ""|slow|slurm|image|faults|soak) ;; *) \
+	echo "error: no suite $(SUITE): SUITE is slow, slurm, image, faults or soak" >&2; exit 2 ;; esac
 
-faults: $(INSTALLED_DEV) ## Cause every fault in real runs (needs root); renews docs/faults.md
-	@FAULTS_JSON=$(CURDIR)/tests/faults/results/matrix.json $(PYTHON) -m pytest -m slow tests/faults/test_matrix.py
-	@$(PYTHON) -m tests.faults.matrix
-
-soak: $(INSTALLED) ## Kill, damage and resume runs at random; renews tests/faults/results/soak.json
-	@$(PYTHON) -m tests.faults.soak $(if $(ROUNDS),--rounds $(ROUNDS)) $(ARGS)
+test-slow test-slurm image-test faults soak:
+	@echo "error: make $@ is now: make test SUITE=$(patsubst test-%,%,$(patsubst %-test,%,$@))" >&2; exit 2
 
 gpu-check: $(INSTALLED) ## Check what needs a GPU (minutes); writes tests/results/gpu_check.json
 	@$(PYTHON) -m tests.gpu_check $(ARGS)
@@ -168,9 +176,6 @@ image-run: ## Train in the image: make image-run RECIPE=ddp_launch [NPROC=2] [AR
 		--env RECIPES_IMAGE_DIGEST=$$($(DOCKER) image inspect --format '{{.Id}}' $(IMAGE)) \
 		$(DOCKER_ARGS) $(IMAGE) $(RECIPE) $(LAUNCH) $(ARGS)
 
-image-test: $(INSTALLED_DEV) ## Build the image and test it (needs root where no container engine runs)
-	@$(PYTHON) -m pytest -m image tests/doors/image $(ARGS)
-
 sbom: $(INSTALLED_DEV) ## Write the bill of materials of a stack's image: sbom-STACK.json, from the lock
 	@$(PYTHON) -m uv tool run --from cyclonedx-bom==7.5.0 cyclonedx-py requirements \
 		--pyproject pyproject.toml --output-reproducible --output-file sbom-$(STACK).json $(ARGS) $(LOCK)
@@ -180,9 +185,6 @@ image-repro: $(INSTALLED_DEV) ## Build the image twice, compare the bytes; renew
 
 slurm-check: $(INSTALLED) ## Check a Slurm site before a long run: directives, network and clocks of two nodes
 	@PYTHON=$(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON)) slurm/check.sh $(ARGS)
-
-test-slurm: $(INSTALLED_DEV) ## Run the tests on a real Slurm cluster of four nodes, started here (needs root)
-	@$(PYTHON) -m pytest -m slurm tests/doors/slurm $(ARGS)
 
 ## Housekeeping
 

@@ -30,6 +30,8 @@ def used(text: str) -> "dict[str, set[str]]":
 def refusal(text: str, goals: "list[str]", given: "list[str]") -> str:
     """Why `make GOALS` with variables of the names `given` cannot be meant; else an empty text."""
     targets = used(text)
+    if not {*goals} <= {*targets}:
+        return ""  # make itself says that there is no such target, or what it is called now
     known = {name for names in targets.values() for name in names}
     here = {name for goal in goals for name in targets.get(goal, ())}
     for name in given:

@@ -615,6 +615,10 @@ REFUSED_BY_MAKE = {
     "predict RUN=runs/a": "no images given: make predict RUN=runs/a INPUT=photos",
     "evaluate ARGS=--json": "no run given: make evaluate RUN=runs/",
     "reproduce": "no run given: make reproduce RUN=runs/",
+    "test SUITE=fast": "no suite fast: SUITE is slow, slurm, image, faults or soak",
+    "test-slurm": "make test-slurm is now: make test SUITE=slurm",
+    "image-test": "make image-test is now: make test SUITE=image",
+    "soak ROUNDS=5": "make soak is now: make test SUITE=soak",
 }
 
 

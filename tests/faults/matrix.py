@@ -10,13 +10,13 @@ from common.machine import describe_machine
 from tools.bench import put_between
 
 RESULT = Path(__file__).parent / "results" / "matrix.json"
-BEGIN, END = "<!-- faults: written by make faults -->", "<!-- end of faults -->"
+BEGIN, END = "<!-- faults: written by make test SUITE=faults -->", "<!-- end of faults -->"
 
 
 def save(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write the results."""
     path.parent.mkdir(exist_ok=True)
-    write_json(path, {"command": "make faults", **describe_machine(), "rows": rows})
+    write_json(path, {"command": "make test SUITE=faults", **describe_machine(), "rows": rows})
 
 
 def table(rows: list[dict[str, Any]]) -> str:

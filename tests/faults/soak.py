@@ -1,4 +1,4 @@
-"""`make soak ROUNDS=50`: runs that are interrupted at random moments, damaged, and started again.
+"""`make test SUITE=soak`: runs that are interrupted, damaged and started again, at random.
 
 Every round trains ddp_launch on 2 or 3 ranks, kills or stops it at random moments, up to five
 times, and starts it again each time. Between two starts, and once after the end, one random file of
@@ -370,7 +370,7 @@ def main() -> int:
             print(line, file=sys.stderr)
     output.parent.mkdir(exist_ok=True)
     elapsed_s = round(time.monotonic() - start_s, 1)
-    command = f"make soak ROUNDS={given.rounds}" + " ARGS=--restarts" * given.restarts
+    command = f"make test SUITE=soak ROUNDS={given.rounds}" + " ARGS=--restarts" * given.restarts
     about = {"command": command, "elapsed_s": elapsed_s, **describe_machine()}
     write_json(output, {**result, "about": about})
     count = Counter(result["happened"])

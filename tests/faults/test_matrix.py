@@ -1,6 +1,6 @@
 """The fault matrix: each fault really happens in a real run, and the run ends as it should.
 
-`make faults` runs it and writes results/matrix.json and the table in docs/faults.md from it.
+`make test SUITE=faults` runs it and writes results/matrix.json and the table in docs/faults.md.
 """
 
 import os
@@ -197,7 +197,7 @@ def scene(recipe: Recipe) -> Scene:
 
 @pytest.fixture(scope="module")
 def rows() -> Iterator[list[dict[str, Any]]]:
-    """The results; `make faults` has them written to a file."""
+    """The results; `make test SUITE=faults` has them written to a file."""
     found: list[dict[str, Any]] = []
     yield found
     if path := os.environ.get("FAULTS_JSON"):
@@ -232,7 +232,7 @@ def assert_intact(folder: Path) -> int:
 
 
 def row(fault: str, name: str, *, in_ci: bool) -> Any:
-    """A fault in a recipe, in CI or only by `make faults`."""
+    """A fault in a recipe, in CI or only by `make test SUITE=faults`."""
     return pytest.param(fault, name, marks=() if in_ci else pytest.mark.all_faults)
 
 

@@ -452,7 +452,8 @@ def test_development_has_the_tests_and_a_compiler(engine: Engine, image: str) ->
         assert inspected["RootFS"]["Layers"][: len(shared)] == shared
     script = """\
 cd /opt/recipes
-python -m pytest -q -p no:cacheprovider tests/common/test_stack.py tests/common/training/test_optimizer.py
+python -m pytest -q -p no:cacheprovider \\
+    tests/common/test_stack.py tests/common/training/test_optimizer.py
 make --dry-run check >/tmp/check
 ! grep -e venv -e pip /tmp/check
 tail -n 1 /tmp/check | sh
