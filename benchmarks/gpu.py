@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.files import write_json
 from common.group.devices import synchronize
 from common.seeds import mixed_precision, seed_everything
 from common.training.models import ModelOptions, build_model
+from common.writing import write_json
 
 PUBLISHED = 3079.0
 """[images/s] 1x H200, AMP, NCHW, batch 2560, PyTorch 2.3: lambdal/deeplearning-benchmark."""

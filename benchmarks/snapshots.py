@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.input import write_files
 from benchmarks.peers.measure import run_stamped
 from common.figure import save_figure
-from common.files import mebibytes
+from common.terminal import mebibytes
 from tools.comparison import spread
 
 WINDOW = 20

@@ -10,7 +10,7 @@ from benchmarks.peers.measure import run_stamped
 from benchmarks.turns import Case, Way, run_both
 from common.data.datasets import DataOptions
 from common.figure import save_figure
-from common.files import read_metrics
+from common.reading import read_metrics
 from common.terminal import progress_bar
 from common.training.models import ModelOptions
 from tools.comparison import spread

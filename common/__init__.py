@@ -1,30 +1,81 @@
 """What every recipe must get right and can easily get silently wrong.
 
-One room per question; imports point down this list only (tests/test_house.py):
+Where to change what. Each room and file imports only from those below it; a test reads this list.
 
-    cli, parse          from a command line to a running recipe; its words as options
-    run/                the loop between two steps; a run's folder
-    snapshots/          the training state on the disk, whole or in shards; resume
-    data/  training/    samples and batches; model, optimizer, gradients, evaluation
+    cli                 from a command line to a running recipe
+    parse               the words of a command line as options
+    unused_options      options without effect on the chosen data, model or device
+    run/                one run: between two steps, and in its folder
+      loop              what happens between two steps: log, save, stop, resume, the best epoch
+      options           --output-dir, --resume, --snapshot-every, --keep-snapshots, --timeout-s ...
+      announce          a run's first line
+      check             --check
+      folder            what a run leaves: config, manifest, metrics, summary, model.pt
+      claim             which folder a run may write into; the names of its files
+      finished          whether a finished run's files are whole
+      curves            TensorBoard
+    training/           what is trained
+      models            models by name, weights to begin with, freezing
+      optimizer         optimizer, batch size, learning rate and its schedule
+      ddp               around DistributedDataParallel: accumulation, compression, SyncBatchNorm
+      virtual_ranks     the same bits on any number of processes
+      evaluate          metrics over every validation sample once; --best-by; a loss that explodes
+      losses            whether each sample has its own loss
+    data/               samples and batches
+      loaders           from a data set to a rank's batches
+      datasets          digits, photos, Fashion-MNIST, CIFAR-10, fake data; augmentation
+      image_folder      which photos are listed, split by class, decoded
+      workers           --num-workers
+      stream            which samples form which batch, in which order
+      broken            what is said of a sample that fits no batch
+      batches           batches on the device, copied ahead of time
+    downloads           public data and weights that --download gets
+    snapshots/          the training state on the disk
+      state             what a snapshot holds; how it is loaded again
+      snapshot_files    writing, finding, checking and deleting snapshots; their format
+      shards            tensors that are divided between ranks
+      fits              whether a saved state is that of a model or an optimizer
+      checked           files that bear their checksum in their names
+    weights             hash and saving of a state_dict
+    identity            options that decide a run's numbers; --resume of another run is refused
+    manifest            what it takes to say that two runs were the same
+    machine             what is recorded of this machine
     replicas            do all ranks hold and compute the same bits?
     throughput          speed of training and of loading; memory
-    identity            options that decide a run's numbers
-    manifest            what it takes to say that two runs were the same
-    group/              devices, the rendezvous of the ranks, what they tell each other
-    terminal            what rank 0 shows: lines and progress bars
-    restart             ranks that failed, started again
-    launch/             who am I; start, end and explain ranks
-    watch/              which rank hangs, and where; which rank is slow
-    hints               advice for the errors of PyTorch, NCCL and CUDA
-    machine, git, stack what is recorded of this machine and the code; versions of CUDA and NCCL
+    seeds               randomness, determinism, precision
+    group/              the ranks together
+      process_group     joined by all ranks
+      rendezvous        how the ranks find each other, or hear why they cannot
+      stop              all ranks stop after the same step
+      collectives       what ranks tell each other besides gradients
+      devices           which GPU or CPU; gloo or nccl
+      host              CPU cores and limits of this process
+      interfaces        the network interface that leads to the other ranks
+    terminal            what rank 0 shows: lines, tables, progress bars
+    restart             --restarts, --shrink
+    launch/             starting ranks
+      start             start them, wait, end them all once one fails
+      process           being a rank: how it ends, what it forks
+      report            which of several failures is shown
+      ranks             who am I? The variables of every launcher
+      nodes             how Slurm writes its nodes
+      port              where the ranks meet
+      capacity          how many ranks fit this machine
+    watch/              runs that watch themselves
+      stragglers        which rank is slow
+      record            where each rank is while it makes no step
+      verdict           which rank hangs, and in which collective
+    hints               advice for errors of PyTorch, NCCL and CUDA; options as others spell them
     driver              how many GPUs there are, and why the driver cannot use them
-    files, options      files and folders; options that change no number
-    unused_options      options without effect on the chosen data, model or device
-    downloads           public data and weights that --download gets
-    figure, seeds       figures; randomness, determinism and precision
+    stack               which versions of torch, CUDA and NCCL belong together
+    git                 what is recorded of the code
+    option_rules        options that may change on a resume; least values
+    output_folder       --output-dir: made, or refused
+    reading             JSON and folders that are read, or closed to this user
+    figure              figures
     writing             a file is written completely or not at all, or an error says why
     owner               one run per folder, and whether the folder is still the run's
-    errors              the ways in which a run ends
+    errors              the ways a run ends, their exit statuses; the signals that stop a run
 
 How to add a recipe, a data set or a launcher: CONTRIBUTING.md.
 """

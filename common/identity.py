@@ -18,7 +18,7 @@ def decisive(options: Options, config: Any) -> Options:
         config: the recipe's config, or its class, whose fields say which options are free.
     """
     kinds = get_type_hints(config if isinstance(config, type) else type(config)).values()
-    names = [o.name for kind in kinds for o in fields(kind) if "free" not in o.metadata]
+    names = [o.name for kind in kinds for o in fields(kind) if "may_change" not in o.metadata]
     return {name: options.get(name) for name in ("recipe", *names)}
 
 

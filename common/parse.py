@@ -6,13 +6,13 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields, make_dataclass
+from dataclasses import asdict, fields, make_dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from common.errors import InputError
 from common.hints import hint, meant
 from common.launch.start import LaunchOptions
-from common.options import with_homes
 from common.unused_options import refuse_unused
 
 C = TypeVar("C")
@@ -96,3 +96,21 @@ def _one_line(box: str, known: Sequence[str]) -> str:
     if unknown and (near := meant(unknown[1], known)):
         text += f" (perhaps you meant {near})"
     return ". ".join(filter(None, [text, hint(text), "--help lists the options"]))
+
+
+def given_path(text: str | Path) -> Path:
+    """A path of the command line. A shell leaves the ~ in --option=~/folder as it is.
+
+    Raises:
+        ValueError: ~NAME, where nobody has this name.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{text}: there is no home folder of this name") from None
+
+
+def with_homes(options: Any) -> Any:
+    """A dataclass of options with `given_path` of each path."""
+    paths = {f.name: getattr(options, f.name) for f in fields(options)}
+    return replace(options, **{k: given_path(v) for k, v in paths.items() if isinstance(v, Path)})

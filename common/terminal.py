@@ -12,7 +12,6 @@ from typing import Any
 from tqdm import tqdm
 
 from common import log
-from common.files import mebibytes
 from common.launch.ranks import Ranks
 
 tqdm.set_lock(threading.RLock())  # tqdm's default lock is a semaphore, which a killed rank leaks
@@ -106,3 +105,8 @@ class _Bars:
         """Flush, if anybody reads."""
         with suppress(OSError, ValueError):
             self.stream.flush()
+
+
+def mebibytes(number: float) -> str:
+    """A number of bytes for a table."""
+    return f"{number / 2**20:,.0f} MiB"

@@ -4,6 +4,7 @@ In the folder of a run, nothing is written once the folder is no longer the run'
 """
 
 import errno
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -95,3 +96,27 @@ def publish(
     finally:
         os.close(directory)
     return folder / final
+
+
+def write_file(
+    path: Path, write: Callable[[IO[bytes]], Any], then: str = "run the same command again"
+) -> None:
+    """Let `write` write into a new file, which takes the place of `path` once it is complete.
+
+    Raises:
+        TrainingError: it cannot be written. `then` says what to do after the advice.
+    """
+    with writing(path, then=then):
+        publish(path.parent, path.with_suffix(".tmp").name, write, lambda _: path.name)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file completely or not at all; raises as `write_file`."""
+    write_file(path, lambda file: file.write(content))
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON completely or not at all; raises as `write_file`."""
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    # JSON's own escape for bytes of a file name that are no UTF-8
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))

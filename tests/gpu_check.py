@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import limits
-from common.files import read_metrics
 from common.group.devices import synchronize
+from common.reading import read_metrics
 from recipes.fsdp.memory import count
 from recipes.fsdp.model import TransformerOptions
 from recipes.fsdp.parallel import ParallelOptions

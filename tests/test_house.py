@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import common
 from common import launch
 from tests.faults import matrix
 from tests.helpers.commands import ROOT
@@ -124,7 +125,30 @@ def test_no_test_imports_another() -> None:
             assert not re.match(r"tests\.(.+\.)?test_", name), f"{path} imports {name}"
 
 
+def listed() -> dict[str, int]:
+    """Rooms and files of `common` in its list, `run` or `run.loop`, and in which line each is."""
+    found: dict[str, int] = {}
+    room = ""
+    lines = str(common.__doc__).splitlines()
+    for number, line in enumerate(lines):
+        if entry := re.match(r"    (  )?(\w+)(/?)  +\S", line):
+            inside, name, is_room = entry.groups()
+            room = name if is_room else room if inside else ""
+            found[f"{room}.{name}" if inside else name] = number
+    return found
+
+
+def test_the_list_of_common_is_complete() -> None:
+    there = {path.relative_to(ROOT / "common") for path in (ROOT / "common").rglob("*.py")}
+    names = {
+        ".".join(path.parent.parts if path.stem == "__init__" else path.with_suffix("").parts)
+        for path in there
+    }
+    assert set(listed()) == names - {""}
+
+
 def test_imports_point_down() -> None:
+    lines = listed()
     for path in sorted((ROOT / "common").rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         room = parts[1]
@@ -132,8 +156,9 @@ def test_imports_point_down() -> None:
             first, *rest = name.split(".")
             assert first not in {"recipes", "tools", "tests", "submitit", "slurm"}, path
             assert first != "tyro" or room == "parse", path
-            if first == "common" and rest and rest[0] not in (room, "ROOT", "log"):
-                assert rest[0] in ROOMS[room], f"{path} imports {name}"
+            if first == "common" and rest and rest[0] in lines and rest[0] != room:
+                assert room != "__init__", f"{path} imports {name}"
+                assert lines[rest[0]] > lines[room], f"{path} imports {name}"
 
 
 def test_recipes_import_common_only() -> None:

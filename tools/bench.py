@@ -26,11 +26,12 @@ from typing import Any
 
 from common import ROOT, cli
 from common.errors import InputError
-from common.files import result_folder, write_json
 from common.launch.process import end_process, stop_at_once
 from common.launch.start import LaunchOptions
 from common.machine import describe_machine
-from common.options import given_path
+from common.output_folder import result_folder
+from common.parse import given_path
+from common.writing import write_json
 from tools.command import Parser, attempt
 from tools.fresh import run_fresh
 

@@ -47,7 +47,7 @@ class Unwritten(TrainingError):
 
 
 @contextlib.contextmanager
-def writing() -> Iterator[None]:
+def printing() -> Iterator[None]:
     """Print to stdout. A reader that is gone ends this quietly, as in `sample ... | head`.
 
     Raises:
@@ -68,7 +68,7 @@ def to_stdout(body: Callable[[], int | None]) -> int:
     """Run what only prints, and show that stdout is full; return the exit status."""
     status = STATUS_FINISHED
     try:
-        with writing():
+        with printing():
             status = body() or STATUS_FINISHED
             sys.stdout.flush()
     except Unwritten as error:

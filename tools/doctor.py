@@ -35,8 +35,8 @@ from common.group.host import control_group_limits, cpu_quotas
 from common.hints import LOCKED_MEMORY_HINT, SHARED_MEMORY_HINT, hint
 from common.launch.process import end_with_parent
 from common.launch.ranks import Ranks, resolve
-from common.options import given_path
-from tools.command import Parser, attempt, writing
+from common.parse import given_path
+from tools.command import Parser, attempt, printing
 from tools.fresh import fresh_environment
 
 _GIB, _MIB = 2**30, 2**20
@@ -398,10 +398,10 @@ def doctor(given: argparse.Namespace) -> int:
         print(show(unwell, f"rank {ranks.rank} on {socket.gethostname()}: "), file=sys.stderr)
     elif ranks.is_main and given.json:
         content = [{"about": about, **one._asdict()} for about, one in findings]
-        with writing():  # a reader that is gone does not change the status
+        with printing():  # a reader that is gone does not change the status
             print(json.dumps(content, indent=2, allow_nan=False), flush=True)
     elif ranks.is_main:
-        with writing():
+        with printing():
             print(show(findings), flush=True)
     return STATUS_FAILED if any(one.state == "error" for _, one in findings) else STATUS_FINISHED
 

@@ -34,7 +34,6 @@ from common.data.image_folder import (
 from common.data.stream import Samples, eval_batch_size, fixed_batches, make_loader
 from common.data.workers import choose_num_workers
 from common.errors import InputError, TrainingError
-from common.files import refuse_closed, weights_sha256
 from common.group.collectives import agreed
 from common.group.devices import choose_device
 from common.group.process_group import process_group
@@ -43,13 +42,15 @@ from common.launch.capacity import refuse_more_than_fit
 from common.launch.process import run_rank
 from common.launch.ranks import Ranks, resolve
 from common.launch.start import LaunchOptions, launch
-from common.options import given_path
+from common.parse import given_path
+from common.reading import refuse_closed
 from common.run.announce import device_in_words
 from common.run.options import RunOptions
 from common.seeds import set_determinism
 from common.terminal import set_up_logs
 from common.training.evaluate import evaluate, score_classes
-from tools.command import Parser, open_stdout, writing
+from common.weights import weights_sha256
+from tools.command import Parser, open_stdout, printing
 from tools.own import Parts, load_own, recipe_of
 from tools.trained import Trained, read, read_config, refuse_unusable
 
@@ -191,7 +192,7 @@ def evaluate_run(given: argparse.Namespace, run: Trained, recipe: Any, ranks: Ra
         if own and given.weights is None:
             lines += ["", verdict(result, recorded)]
         text = "\n".join(lines)
-    with writing():
+    with printing():
         print(text, flush=True)
 
 

@@ -93,7 +93,7 @@ def load_own(
         if hasattr(recipe, "own_model"):
             model = recipe.own_model(config)
         else:
-            model = build_model(config.model, *data.shape)
+            model = build_model(config.model, *data.sizes_for_model)
         dtype, _, _ = mixed_precision(run.config["precision"], device)
         move(model, torch.device("cpu"), dtype)  # before the weights, which may be of fp64
         file = weights or run.folder / "model.pt"

@@ -16,8 +16,9 @@ from typing import Any
 from common import ROOT
 from common.errors import TrainingError
 from common.figure import save_figure
-from common.files import read_metrics, write_json
 from common.machine import describe_machine
+from common.reading import read_metrics
+from common.writing import write_json
 from tools.command import attempt
 from tools.comparison import run_recipe
 from tools.fresh import fresh_environment

@@ -26,12 +26,12 @@ from tqdm import tqdm
 from common.data.batches import DeviceBatches
 from common.data.image_folder import SUFFIXES, decoded, images_and_others, is_image, left_out
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
-from common.files import refuse_closed
 from common.group.devices import choose_device
 from common.group.host import usable_cores
 from common.launch.ranks import Ranks
 from common.launch.report import say
-from common.options import given_path
+from common.parse import given_path
+from common.reading import refuse_closed
 from common.run.announce import device_in_words
 from common.run.options import RunOptions
 from common.seeds import set_determinism

@@ -15,8 +15,8 @@ from types import NoneType
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from common.errors import InputError
-from common.files import refuse_closed
 from common.identity import decisive
+from common.reading import refuse_closed
 
 G = TypeVar("G")
 Content = dict[str, Any]

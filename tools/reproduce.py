@@ -27,13 +27,15 @@ from typing import Any
 
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
 from common.figure import save_figure
-from common.files import read_metrics, refuse_closed, result_folder, write_json
 from common.git import git
 from common.identity import decisive, differences
 from common.launch.process import end_with_parent
 from common.launch.start import LaunchOptions
 from common.machine import describe_machine
-from common.options import given_path
+from common.output_folder import result_folder
+from common.parse import given_path
+from common.reading import read_metrics, refuse_closed
+from common.writing import write_json
 from tools.command import Parser, attempt
 from tools.fresh import fresh_environment
 from tools.recorded import CONFIG, MANIFEST, METRICS, checked, read_record, read_summary

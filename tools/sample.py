@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from common.errors import InputError
-from common.options import given_path
+from common.parse import given_path
 from recipes.fsdp.model import Transformer, TransformerOptions
 from recipes.fsdp.text import VOCABULARY, TextOptions
 from tools.command import Parser, attempt

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torchvision.transforms.v2 import functional
 
 from common.errors import InputError
-from common.files import refuse_closed, weights_sha256
+from common.reading import refuse_closed
 from common.run.options import RunOptions
 from common.seeds import mixed_precision
 from common.training.models import ModelOptions, build_model, load_matching, read_weights
+from common.weights import weights_sha256
 from tools.recorded import (
     CONFIG,
     DATA_OF_MANIFEST,

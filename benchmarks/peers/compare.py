@@ -17,9 +17,8 @@ from benchmarks.peers.measure import from_stamps, instrumented, read_stamps, sna
 from benchmarks.peers.task import STEPS_PER_EPOCH, Task
 from common.errors import InputError, TrainingError
 from common.figure import save_figure
-from common.files import mebibytes
 from common.launch.process import end_with_parent
-from common.terminal import progress_bar
+from common.terminal import mebibytes, progress_bar
 from tools.command import Parser
 from tools.comparison import median, spread
 

@@ -18,10 +18,10 @@ from common.data import image_folder
 from common.data.stream import Key, Samples
 from common.downloads import download_flower_photos, downloading
 from common.errors import InputError
-from common.files import files_below, refuse_closed
 from common.group.collectives import agreed
 from common.launch.ranks import Ranks
-from common.options import free, refuse_below
+from common.option_rules import may_change, refuse_below
+from common.reading import files_below, refuse_closed
 from common.seeds import mix
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -38,11 +38,11 @@ deviation of its channels."""
 class LoaderOptions:
     """How your own data are loaded."""
 
-    num_workers: int | Literal["auto"] | None = free(None)
+    num_workers: int | Literal["auto"] | None = may_change(None)
     """Loading processes per rank [processes]; 0: the training process loads.
     None: for imagefolder one per free CPU core, at most 8; else 0.
     auto: measured at the start, and remembered in the run's folder."""
-    pin_memory: bool = free(True)
+    pin_memory: bool = may_change(True)
     """Page-locked host memory for copies to a GPU. Turn it off if host memory is short."""
 
     def __post_init__(self) -> None:
@@ -57,13 +57,13 @@ class DataOptions(LoaderOptions):
 
     data: Literal["digits", "imagefolder", "fashion_mnist", "cifar10", "fake"] = "digits"
     """Data set. digits (1,797 images of 8x8 px, from scikit-learn) needs no download."""
-    data_path: Path | None = free(None)
+    data_path: Path | None = may_change(None)
     """Folder of the data.
     imagefolder: one sub-folder per class, or train/ and val/ with such sub-folders."""
-    download: bool = free(False)
+    download: bool = may_change(False)
     """Let rank 0 download what is missing: fashion_mnist or cifar10 into --data-path;
     the flower photos, if --data-path ends in flower_photos; torchvision's file of --weights."""
-    verify_images: bool = free(True)
+    verify_images: bool = may_change(True)
     """imagefolder: decode every image first, to find a bad one early.
     The result is kept in ~/.cache/torch-recipes until a file changes."""
     image_size: int | None = None
@@ -112,7 +112,7 @@ class Data:
             )
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def sizes_for_model(self) -> tuple[int, int, int]:
         """Channels, classes and side, which a model must fit."""
         return self.channels, len(self.class_names), self.side
 

@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from common import log
 from common.errors import InputError, TrainingError
-from common.files import files_below, refuse_closed
 from common.group.collectives import agreed, gather
 from common.launch.ranks import Ranks
+from common.reading import files_below, refuse_closed
 from common.seeds import mix
 
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}

@@ -23,11 +23,13 @@ from common.data.datasets import LoaderOptions
 from common.data.image_folder import ImageFiles
 from common.data.stream import Samples
 from common.errors import InputError
-from common.files import mebibytes, read_json, write_json
 from common.group.collectives import agreed, broadcast, gather
 from common.group.host import cpu_quotas
 from common.hints import SHARED_MEMORY_HINT
+from common.reading import read_json
+from common.terminal import mebibytes
 from common.throughput import samples_per_s
+from common.writing import write_json
 
 GAIN = 1.05
 """More loading processes must be faster by this factor: a smaller gain is noise."""

@@ -21,7 +21,7 @@ from common.errors import STATUS_FINISHED, STATUS_STOPPED, STOP_SIGNALS, InputEr
 from common.launch.port import listen
 from common.launch.process import command_line, python_path
 from common.launch.report import answered, say, show_cause, show_whereabouts, still_works
-from common.options import refuse_below
+from common.option_rules import refuse_below
 from common.watch import verdict
 
 GRACE_S = 10.0
@@ -138,7 +138,7 @@ def memory_file(name: str) -> Path:
 
 
 @cache
-def _places() -> tuple[Path, int]:
+def _open_report_channels() -> tuple[Path, int]:
     """A file in memory for the ranks' errors, one per line; a pipe for what their libraries say."""
     errors, (messages, written) = memory_file("errors"), os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     os.environ["RECIPES_ERRORS"] = str(errors)
@@ -150,7 +150,7 @@ def _places() -> tuple[Path, int]:
 
 def prepare_launch() -> None:
     """Before ranks are started: make the places for what they leave, or empty them again."""
-    os.truncate(_places()[0], 0)
+    os.truncate(_open_report_channels()[0], 0)
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # inherited by the ranks, until they can answer
 
 
@@ -217,7 +217,7 @@ def supervise(children: Sequence[Child]) -> int:
     Returns:
         0 if all finished, 75 if all saved and stopped, 2 for bad input, 130 for Ctrl-C, else 1.
     """
-    errors, messages = _places()
+    errors, messages = _open_report_channels()
     pending = {child.rank: child for child in children}
     failed: list[tuple[int, int]] = []
     early: list[int] = []  # ranks that ended in the middle of their work, as if it were done

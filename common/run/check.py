@@ -11,10 +11,9 @@ from torch.utils._pytree import tree_leaves
 from common import log
 from common.data.datasets import Data
 from common.data.stream import GlobalBatches
-from common.errors import Checked
-from common.files import mebibytes
+from common.errors import Checked, TrainingError
 from common.snapshots.state import TrainingState
-from common.writing import writing
+from common.terminal import mebibytes
 
 if TYPE_CHECKING:
     from common.run.folder import Run
@@ -56,7 +55,7 @@ def end_check(
         if (free := shutil.disk_usage(place).free) < model + 2 * snapshot:
             log.warning(f"{place} has {mebibytes(free)} left, less than two snapshots and model.pt")
         after = f" after step {state.step}" if state.step else ""
-        with writing(Path("stdout"), "to stdout"):
+        try:
             print(
                 f"ok: {len(data.train):,} training and {len(data.val):,} validation samples, batch "
                 f"size {batches.global_batch_size}, {steps_left:,} steps "
@@ -64,4 +63,9 @@ def end_check(
                 f"a snapshot about {snapshot:,}",
                 flush=True,
             )
+        except OSError as error:
+            raise TrainingError(
+                f"cannot write to stdout ({error.strerror}): make room, then run the same command "
+                "again"
+            ) from error
     raise Checked

@@ -7,8 +7,9 @@ from typing import IO
 
 from common import restart
 from common.errors import InputError
-from common.files import make_folder, new_folder, not_writable, read_json, refuse_root
+from common.output_folder import make_folder, new_folder, not_writable, refuse_root
 from common.owner import lock, refuse_owned
+from common.reading import read_json
 
 _FOLDERS = {"snapshots", "weights", "tensorboard", "logs"}
 _FILES = {

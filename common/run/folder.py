@@ -16,33 +16,27 @@ from torch import Tensor
 from common import log
 from common.data.datasets import Data
 from common.errors import InputError, TrainingError
-from common.files import (
-    lost_file,
-    make_folder,
-    not_writable,
-    read_json,
-    save_weights,
-    weights_sha256,
-    write_bytes,
-    write_json,
-)
 from common.git import changes
 from common.group.collectives import agreed, broadcast
 from common.identity import Options, decisive, refuse_another_run, refuse_unlike_rank_0
 from common.launch.ranks import Ranks
 from common.launch.report import leave
 from common.manifest import continued, describe_run
+from common.output_folder import make_folder, not_writable
 from common.owner import mark, own
+from common.reading import read_json
 from common.run.check import folder_of_check
 from common.run.claim import claim, refuse_in_data, refuse_unwritable
 from common.run.curves import Curves
+from common.run.finished import lost_file
 from common.run.options import MAY_DIFFER_BY_HOST, RunOptions, flatten
-from common.snapshots.files import newest_name
+from common.snapshots.snapshot_files import newest_name
 from common.snapshots.state import TrainingState
 from common.terminal import show_table
 from common.training.models import how_to_build
 from common.watch.record import Watch
-from common.writing import RESUME, writing
+from common.weights import save_weights, weights_sha256
+from common.writing import RESUME, write_bytes, write_json, writing
 
 _IN_TENSORBOARD = {"val_accuracy": "accuracy", "lr": "learning_rate"}
 """Names in metrics.jsonl that are different in TensorBoard."""

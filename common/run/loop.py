@@ -17,7 +17,6 @@ from common import log, restart
 from common.data.datasets import Data
 from common.data.stream import GlobalBatches
 from common.errors import StopRequested, TrainingError
-from common.files import save_weights, weights_sha256
 from common.group.collectives import gather_numbers
 from common.group.stop import StopAgreement
 from common.launch.report import say
@@ -25,7 +24,7 @@ from common.replicas import unlike_replicas
 from common.run.check import end_check, folder_of_check
 from common.run.folder import Run
 from common.seeds import seed_everything
-from common.snapshots import files as snapshot_files
+from common.snapshots import snapshot_files
 from common.snapshots import state as snapshot
 from common.snapshots.state import Stateful, TrainingState
 from common.terminal import progress_bar
@@ -34,6 +33,7 @@ from common.training.evaluate import Evaluation, best_metric, explosion, warn_of
 from common.training.losses import check_losses
 from common.training.optimizer import ScheduleOptions
 from common.watch.stragglers import PARTS, ComputeTime
+from common.weights import save_weights, weights_sha256
 
 
 class Loop:
@@ -202,9 +202,9 @@ class Loop:
 
     def _check_replicas(self) -> None:
         buffers = bool(self._identity.get("virtual_ranks"))
-        self.refuse(unlike_replicas(self.state.parts, self.state.step, buffers=buffers))
+        self.stop_if_corrupt(unlike_replicas(self.state.parts, self.state.step, buffers=buffers))
 
-    def refuse(self, difference: str) -> None:
+    def stop_if_corrupt(self, difference: str) -> None:
         """Raise TrainingError if the ranks found a `difference`; every rank calls this."""
         if difference:
             self.state.wait()

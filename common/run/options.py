@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.identity import Options
-from common.options import free, refuse_below
+from common.option_rules import may_change, refuse_below
 
 MAY_DIFFER_BY_HOST = {"output_dir", "data_path", "weights", "resume"}
 
@@ -14,29 +14,29 @@ MAY_DIFFER_BY_HOST = {"output_dir", "data_path", "weights", "resume"}
 class RunOptions:
     """Where the run goes, on what, and what it leaves."""
 
-    output_dir: Path | None = free(None)
+    output_dir: Path | None = may_change(None)
     """Folder of the run. None: runs/NAME/UTC-TIME. The run continues if the folder holds it."""
-    resume: Literal["auto", "never"] | Path = free("auto")
+    resume: Literal["auto", "never"] | Path = may_change("auto")
     """Where to begin: auto, never, or a snapshot file.
     auto: at the newest intact snapshot in --output-dir. never: at the start."""
-    snapshot_every: int = free(0)
+    snapshot_every: int = may_change(0)
     """Steps between two snapshots [steps]; 0: none. One more is written after each epoch."""
-    keep_snapshots: int = free(3)
+    keep_snapshots: int = may_change(3)
     """Snapshots to keep, the newest ones [files]."""
-    log_every: int = free(10)
+    log_every: int = may_change(10)
     """Steps between two lines of metrics [steps]; the loss is averaged over ranks."""
-    epoch_weights: bool = free(False)
+    epoch_weights: bool = may_change(False)
     """Keep the weights after each epoch, in weights/."""
-    best_by: str | None = free(None)
+    best_by: str | None = may_change(None)
     """Metric that chooses the epoch whose weights are kept in best.pt, or none for no such file.
     Of a metric with loss or error in its name the lowest is the best, else the highest. After a
     change, only
     later epochs count. None: val_accuracy, or val_loss in a recipe without accuracy."""
     seed: int = 0
     """Seed of the weights, the data order, the augmentation and the split."""
-    device: Literal["auto", "cpu", "cuda"] = free("auto")
+    device: Literal["auto", "cpu", "cuda"] = may_change("auto")
     """Device to train on. auto: a GPU if there is one."""
-    backend: Literal["auto", "gloo", "nccl"] = free("auto")
+    backend: Literal["auto", "gloo", "nccl"] = may_change("auto")
     """Backend of the process group. auto: nccl on GPUs, gloo on CPUs.
     With gloo, several ranks can share one GPU."""
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
@@ -47,7 +47,7 @@ class RunOptions:
     """Faster fp32 products on GPUs, with factors rounded to 10 bits of mantissa (TF32)."""
     cpu_threads: int = 1
     """Threads per rank for an operation on a CPU [threads]; another number gives other bits."""
-    timeout_s: float = free(600.0)
+    timeout_s: float = may_change(600.0)
     """Time after which a rank gives up waiting for the other ranks [s]."""
 
     @property

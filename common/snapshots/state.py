@@ -23,9 +23,9 @@ from common.errors import InputError, TrainingError
 from common.group.collectives import agreed, gather, gather_numbers, gather_to_rank_0
 from common.group.process_group import group_for_threads
 from common.seeds import rng_state, seed_everything, set_rng_state
-from common.snapshots.files import FORMAT, keep_newest, newest_name, unlike, write
+from common.snapshots.fits import refuse_other_state
 from common.snapshots.shards import put_together, take_apart
-from common.training.state import refuse_other_state
+from common.snapshots.snapshot_files import FORMAT, keep_newest, newest_name, unlike, write
 
 _POSITION = ("epoch", "batch", "step", "metrics_bytes", "metrics_sha256")
 

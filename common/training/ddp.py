@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from common import log
 from common.errors import InputError, TrainingError, multiples_near
-from common.options import free, refuse_below
+from common.option_rules import may_change, refuse_below
 from common.seeds import rng_state, set_rng_state
 from common.training.models import has_trained_batch_norm
 
@@ -35,10 +35,10 @@ class ParallelOptions:
     gradient_compression: Literal["none", "bf16"] = "none"
     """Format in which gradients are sent; the weights keep their precision.
     bf16: half the bytes, rounded to 8 bits of mantissa."""
-    check_replicas: int = free(0)
+    check_replicas: int = may_change(0)
     """Steps between two comparisons of all ranks' weights and optimizer state [steps]; 0: none.
     One more comes before each snapshot. Their hash is a XOR: two equal flips in a row cancel."""
-    audit: int = free(0)
+    audit: int = may_change(0)
     """Steps between two audits [steps], with --virtual-ranks; 0: none.
     All ranks compute one rank's gradients again and compare them. It takes about one step."""
 

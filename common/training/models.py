@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from common import log
 from common.downloads import download_weights
 from common.errors import InputError
-from common.files import refuse_closed
 from common.group.collectives import agreed
+from common.reading import refuse_closed
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import nn
 
 from common import log
 from common.errors import InputError
-from common.options import free, refuse_below
+from common.option_rules import may_change, refuse_below
 
 STEPS_PER_EPOCH = 10
 """The default batch is small enough for so many steps per epoch; a run with fewer warns."""
@@ -26,13 +26,13 @@ class ScheduleOptions:
 
     epochs: int = 30
     """Passes over the training data [epochs]; also the length of the cosine schedule."""
-    max_steps: int | None = free(None)
+    max_steps: int | None = may_change(None)
     """Stop after this many optimizer steps [steps]; the schedule does not change."""
-    global_batch_size: int | None = free(None)
+    global_batch_size: int | None = may_change(None)
     """Samples per step over all ranks [samples].
     None: --batch-size-per-rank times the number of ranks, or near the recipe's default. That is
     halved, and the default --lr with it, until an epoch of a small data set has 10 steps."""
-    batch_size_per_rank: int | None = free(None)
+    batch_size_per_rank: int | None = may_change(None)
     """Samples per step on each rank [samples], in place of --global-batch-size."""
     lr: float = Default(0.1)
     """Highest learning rate, used as given."""

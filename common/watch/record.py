@@ -26,10 +26,10 @@ from torch._C import _distributed_c10d as c10d
 
 from common import ROOT, log
 from common.errors import TrainingError
-from common.files import write_json
 from common.owner import refuse_lost
 from common.watch import verdict
 from common.watch.verdict import Record
+from common.writing import write_json
 
 _OTHERS = (str(Path(torch.__file__).parent), get_path("stdlib"), "<")
 """Where code begins that is not shown as the place of a rank: torch and Python itself."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from common.files import mebibytes
+from common.terminal import mebibytes
 
 
 def report(found: dict[str, Any]) -> str:

@@ -34,7 +34,6 @@ import torch.distributed as dist
 
 from common import cli, log
 from common.errors import PeerError, TrainingError
-from common.files import result_folder, write_json
 from common.group.collectives import agreed, broadcast, gather
 from common.group.devices import choose_device, synchronize
 from common.group.interfaces import interface_towards
@@ -42,9 +41,11 @@ from common.group.process_group import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
 from common.manifest import describe_run
+from common.output_folder import result_folder
 from common.run.announce import device_in_words
 from common.run.options import flatten
 from common.terminal import set_up_logs
+from common.writing import write_json
 from recipes.check_network.report import report
 
 NAME = "check_network"

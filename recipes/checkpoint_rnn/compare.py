@@ -7,7 +7,7 @@ from typing import Any
 
 from common import cli
 from common.figure import save_figure
-from common.files import mebibytes
+from common.terminal import mebibytes
 from recipes.checkpoint_rnn.train import NAME, Config
 from tools.comparison import in_turn, median, run_recipe
 

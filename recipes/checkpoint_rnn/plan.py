@@ -22,11 +22,13 @@ import torch
 from common import log
 from common.data.batches import DeviceBatches
 from common.errors import STOP_SIGNALS, InputError, TrainingError
-from common.files import mebibytes, read_json, write_json
 from common.group.devices import synchronize
 from common.launch.process import end_with_parent
+from common.reading import read_json
 from common.run.options import RunOptions
 from common.seeds import mixed_precision, seed_everything, set_determinism
+from common.terminal import mebibytes
+from common.writing import write_json
 from recipes.checkpoint_rnn.adding import (
     AddingRNN,
     RecurrentOptions,

@@ -39,7 +39,7 @@ from common.group.devices import choose_device
 from common.group.process_group import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
-from common.options import free, refuse_below
+from common.option_rules import may_change, refuse_below
 from common.run.announce import announce
 from common.run.folder import Run
 from common.run.loop import Loop
@@ -69,7 +69,7 @@ class CheckpointOptions:
 
     segments: int | Literal["auto"] = 1
     """Segments of the sequence; 1 keeps everything. auto: the fastest within --memory-budget."""
-    memory_budget: int | None = free(None)
+    memory_budget: int | None = may_change(None)
     """For auto: memory for training, above what the process holds before it [bytes]."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from common.figure import save_figure
-from common.files import mebibytes
+from common.terminal import mebibytes
 from tools.comparison import in_turn, median, run_recipe, spread
 
 PROCESSES = ("1", "2", "4", "8")

@@ -96,7 +96,7 @@ def train(config: Config, ranks: Ranks) -> None:
         micro_batch_size = parallel.micro_batch_size(batches.batch_size_per_rank)
 
         # model
-        model = prepare_model(config.model, *data.shape, download=config.data.download)
+        model = prepare_model(config.model, *data.sizes_for_model, download=config.data.download)
         run.resolve(**config.model.resolved(data.side))
         move(model, device, dtype)
 
@@ -142,7 +142,7 @@ def train(config: Config, ranks: Ranks) -> None:
                         losses.append(cross_entropy(ddp(images), labels, reduction="none"))
                     scaler.scale(losses[-1].sum() / batches.batch_size_per_rank).backward()
                 if parallel.audit:
-                    loop.refuse(audit(ddp.module, autocast))
+                    loop.stop_if_corrupt(audit(ddp.module, autocast))
                 if options.clip_grad_norm:
                     scaler.unscale_(optimizer)  # the norm is that of the true gradients
                     torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_grad_norm)

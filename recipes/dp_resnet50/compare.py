@@ -6,9 +6,9 @@ from typing import Any
 
 from common import cli
 from common.figure import save_figure
-from common.files import mebibytes
 from common.group.devices import choose_devices
 from common.run.options import flatten
+from common.terminal import mebibytes
 from recipes.dp_resnet50.train import NAME, Config
 from tools.comparison import in_turn, median, run_recipe, visible_devices
 

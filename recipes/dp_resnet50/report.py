@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from common import log
-from common.files import mebibytes
+from common.terminal import mebibytes
 
 
 class Utilization:

@@ -135,7 +135,7 @@ def train(config: Config, ranks: Ranks) -> None:
         run.resolve(num_workers=loader.num_workers)
 
         # model
-        model = prepare_model(config.model, *data.shape, download=config.data.download)
+        model = prepare_model(config.model, *data.sizes_for_model, download=config.data.download)
         run.resolve(**config.model.resolved(data.side))
         move(model, device, dtype)
 
@@ -184,7 +184,7 @@ def train(config: Config, ranks: Ranks) -> None:
         loop.finish(model.state_dict(), gpu_utilization_percent=used)
         show_gpus(devices, used)
         images, _ = next(iter(val_loader))
-        plain = build_model(config.model, *data.shape)
+        plain = build_model(config.model, *data.sizes_for_model)
         show_inference(plain, model, images, run.folder / "model.pt")
 
 

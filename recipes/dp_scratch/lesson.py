@@ -11,10 +11,10 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 
 from common import log
 from common.figure import save_figure
-from common.files import write_json
 from common.seeds import seed_everything
 from common.terminal import progress_bar
 from common.training.evaluate import evaluate
+from common.writing import write_json
 from recipes.dp_scratch.lenet import lenet
 
 LESSON_EPOCHS = 6

@@ -39,7 +39,7 @@ from common.group.devices import choose_devices
 from common.group.process_group import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
-from common.options import free
+from common.option_rules import may_change
 from common.run.announce import announce
 from common.run.folder import Run
 from common.run.loop import Loop
@@ -62,9 +62,9 @@ class ParallelOptions:
 
     devices: tuple[str, ...] | None = None
     """Devices, such as `cuda:0 cuda:1`, or `cpu cpu` to learn. None: all GPUs, else `cpu cpu`."""
-    lesson: bool = free(True)
+    lesson: bool = may_change(True)
     """At the end, train again with larger batches and draw a figure (the batch-size lesson)."""
-    show: bool = free(False)
+    show: bool = may_change(False)
     """Print what each device holds before and after a scatter and an all-reduce. Trains nothing."""
 
 

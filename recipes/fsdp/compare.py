@@ -22,13 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 from common import cli
 from common.errors import STATUS_FINISHED, InputError
 from common.figure import save_figure
-from common.files import mebibytes, write_json
 from common.group.collectives import gather_to_rank_0
 from common.group.devices import choose_device, synchronize
 from common.group.process_group import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks, resolve
 from common.snapshots.shards import local_part
+from common.terminal import mebibytes
+from common.writing import write_json
 from recipes.fsdp.memory import KINDS, HeapGrowth, count, held, saved
 from recipes.fsdp.model import Transformer
 from recipes.fsdp.parallel import ParallelOptions, make_adamw, make_mesh, parallelise

@@ -16,8 +16,8 @@ from torch._subclasses import FakeTensorMode  # on `meta`, attention keeps other
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.files import mebibytes
 from common.snapshots.shards import local_part
+from common.terminal import mebibytes
 from recipes.fsdp.model import Transformer, TransformerOptions
 from recipes.fsdp.parallel import TENSOR_PARALLEL, ParallelOptions
 from recipes.fsdp.text import VOCABULARY

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from common.options import refuse_below
+from common.option_rules import refuse_below
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 from common.errors import InputError
 from common.group import process_group
-from common.options import free, refuse_below
+from common.option_rules import may_change, refuse_below
 from common.seeds import mix
 from common.snapshots.shards import holds_first, local_part
 from common.writing import RESUME, writing
@@ -43,19 +43,19 @@ TENSOR_PARALLEL = {
 class ParallelOptions:
     """How the ranks share the model: --shard x --replicas x --tensor-parallel ranks."""
 
-    shard: int = free(0)
+    shard: int = may_change(0)
     """Ranks over which parameters, gradients and optimizer state are sharded [ranks].
     0: all ranks that --replicas and --tensor-parallel leave."""
-    replicas: int = free(1)
+    replicas: int = may_change(1)
     """Copies of the sharded model (hybrid sharding), for example one per host."""
-    tensor_parallel: int = free(1)
+    tensor_parallel: int = may_change(1)
     """Ranks over which each matrix of a block is divided [ranks]; they share their samples."""
-    reshard_after_forward: bool = free(True)
+    reshard_after_forward: bool = may_change(True)
     """Free a block's gathered parameters until its backward pass (ZeRO-3).
     --no-reshard-after-forward keeps them: fewer bytes are sent, more memory is used (ZeRO-2)."""
-    recompute: bool = free(False)
+    recompute: bool = may_change(False)
     """Keep only the input of each block, and compute the block again in the backward pass."""
-    dry_run: bool = free(False)
+    dry_run: bool = may_change(False)
     """Only say how many bytes each rank would hold, here and on 8, 64 and 512 ranks."""
 
     def __post_init__(self) -> None:

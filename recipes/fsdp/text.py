@@ -19,7 +19,7 @@ from common.data.datasets import Data, LoaderOptions
 from common.data.stream import Key, Samples
 from common.errors import InputError
 from common.group.collectives import agreed
-from common.options import free, refuse_below
+from common.option_rules import may_change, refuse_below
 
 VOCABULARY = 256
 """A token is a byte of UTF-8: every text has tokens, and no list of them must be kept."""
@@ -32,7 +32,7 @@ class TextOptions(LoaderOptions):
     data: Literal["pydoc", "text"] = "pydoc"
     """Text. pydoc: the language reference inside this Python, about 465,000 characters.
     It differs between versions of Python. text: UTF-8 in --data-path."""
-    data_path: Path | None = free(None)
+    data_path: Path | None = may_change(None)
     """text: a file, or a folder whose files are read in the order of their names."""
     context: int = 128
     """Length of a sample [bytes]."""

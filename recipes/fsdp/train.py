@@ -40,7 +40,7 @@ from common.group.devices import choose_device
 from common.group.process_group import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
-from common.options import free, refuse_below
+from common.option_rules import may_change, refuse_below
 from common.run.announce import announce
 from common.run.folder import Run
 from common.run.loop import Loop
@@ -75,7 +75,7 @@ class PrecisionRunOptions(RunOptions):
     precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"  # type: ignore[assignment]
     """Arithmetic of the model. auto: bf16 on GPUs, fp32 on CPUs.
     bf16: computes in bf16, but weights, gradients' sums and optimizer state are fp32."""
-    best_by: Literal["none"] = free("none")
+    best_by: Literal["none"] = may_change("none")
     """No best.pt: one rank would have to keep a whole model. --epoch-weights keeps all epochs."""
 
 

@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import InputError
 from common.figure import save_figure
-from common.files import write_json
 from common.group import process_group
 from common.group.collectives import gather_to_rank_0
 from common.group.devices import synchronize
 from common.training.ddp import left_as_it_was
+from common.writing import write_json
 
 
 def make_mesh(device: torch.device, replicas: int, stages: int) -> DeviceMesh:

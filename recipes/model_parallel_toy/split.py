@@ -18,7 +18,7 @@ from common.errors import InputError
 from common.group.collectives import gather_to_rank_0
 from common.group.devices import choose_devices
 from common.launch.ranks import Ranks
-from common.options import free, refuse_below
+from common.option_rules import may_change, refuse_below
 from common.training.ddp import warm_up
 from common.training.models import ModelOptions, build_model
 
@@ -54,7 +54,7 @@ class ParallelOptions:
     devices: tuple[str, ...] | None = None
     """One device per stage (split and micro, one copy): `cuda:0 cuda:1` or `cpu cpu`.
     None: the GPUs in turn, or the CPU."""
-    timeline: bool = free(True)
+    timeline: bool = may_change(True)
     """Record the last step in timeline.json and timeline.png (gpipe and 1f1b)."""
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ def build(options: WholeModelOptions, data: Data) -> nn.Module:
     """The whole model for `data`."""
     if options.model == "toy":
         return nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5))
-    return build_model(ModelOptions(model="resnet50", norm=options.norm), *data.shape)
+    return build_model(ModelOptions(model="resnet50", norm=options.norm), *data.sizes_for_model)
 
 
 def generated_points(seed: int) -> Data:

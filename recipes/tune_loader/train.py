@@ -34,18 +34,19 @@ from common.data.datasets import DataOptions, load_data
 from common.data.stream import GlobalBatches, make_loader
 from common.data.workers import done, most_workers, recommend, sweep
 from common.figure import save_figure
-from common.files import result_folder, write_json
 from common.group.devices import choose_device
 from common.group.process_group import process_group
 from common.hints import SHARED_MEMORY_HINT
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
 from common.manifest import describe_run
-from common.options import refuse_below
+from common.option_rules import refuse_below
+from common.output_folder import result_folder
 from common.run.announce import device_in_words
 from common.run.options import flatten
 from common.terminal import progress_bar, set_up_logs
 from common.throughput import samples_per_s
+from common.writing import write_json
 from recipes.tune_loader.streams import make_item_loader, make_stream_loader
 
 NAME = "tune_loader"

@@ -14,12 +14,12 @@ import pytest
 from common import owner, restart
 from common.errors import InputError, TrainingError
 from common.figure import save_figure
-from common.files import save_weights, write_bytes, write_json
 from common.owner import lock, mark, own, refuse_lost
 from common.run.claim import claim
-from common.snapshots.files import keep_newest, list_snapshots, write
+from common.snapshots.snapshot_files import keep_newest, list_snapshots, write
 from common.watch.record import Watch
-from common.writing import publish
+from common.weights import save_weights
+from common.writing import publish, write_bytes, write_json
 from tests.helpers.commands import Recipe, wait_for
 from tests.helpers.pool import Pool, call_main
 from tests.helpers.run_folders import LONG, LOST, contents, made_anew, moved

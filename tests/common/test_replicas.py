@@ -14,7 +14,7 @@ from common.errors import TrainingError
 from common.launch.ranks import Ranks
 from common.replicas import fingerprint
 from common.run.loop import Loop
-from common.snapshots.files import list_snapshots, read
+from common.snapshots.snapshot_files import list_snapshots, read
 from common.training import virtual_ranks
 from tests.helpers.commands import ROOT, Recipe, Result
 from tests.helpers.flips import flip, plant

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from common.errors import TrainingError
-from common.files import save_weights, write_bytes, write_json
 from common.run.curves import Curves
+from common.weights import save_weights
+from common.writing import write_bytes, write_json
 from recipes.fsdp.parallel import whole_model
 from tests.helpers.commands import Recipe
 from tests.helpers.machine import need, need_root, small_disk

@@ -34,7 +34,6 @@ from common.data.datasets import ArraySamples, Data, LoaderOptions
 from common.data.loaders import make_loaders
 from common.data.stream import Samples, fixed_batches, make_loader
 from common.errors import InputError, TrainingError
-from common.files import weights_sha256
 from common.git import without_secrets
 from common.hints import hint
 from common.identity import decisive
@@ -46,6 +45,7 @@ from common.training.ddp import chunks, warm_up
 from common.training.evaluate import Evaluation, evaluate, score_classes
 from common.training.losses import check_losses
 from common.training.optimizer import OptimizerOptions
+from common.weights import weights_sha256
 from recipes.ddp_launch import train as ddp_launch
 from tests.helpers.commands import ROOT, Recipe, Result, clean_env
 from tests.helpers.machine import need

@@ -25,9 +25,9 @@ from common.data.datasets import DataOptions, load_data
 from common.data.image_folder import list_images
 from common.errors import InputError
 from common.launch.ranks import Ranks
-from common.options import given_path
+from common.parse import given_path
 from common.run.claim import refuse_unwritable
-from common.snapshots.files import _find, list_snapshots
+from common.snapshots.snapshot_files import _find, list_snapshots
 from common.training.models import ModelOptions, build_model, load_matching
 from recipes.ddp_launch.train import Config
 from tests.helpers.commands import ROOT, Recipe

@@ -17,9 +17,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from common.files import weights_sha256
 from common.git import without_secrets
 from common.group.host import usable_cores
+from common.weights import weights_sha256
 from tests.helpers.commands import ROOT, Recipe, Result, children, ranks_of, wait_for
 from tests.helpers.images import flowers, photo
 from tests.helpers.machine import free_port, need, need_root

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT
-from common.files import write_json
 from common.machine import describe_machine
+from common.writing import write_json
 from tools.bench import put_between
 
 RESULT = Path(__file__).parent / "results" / "matrix.json"

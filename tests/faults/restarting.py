@@ -19,8 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from common import ROOT
-from common.files import write_json
 from common.machine import describe_machine
+from common.writing import write_json
 from tests.helpers.commands import clean_env, ranks_of, wait_for
 from tools.bench import put_between
 

@@ -37,17 +37,19 @@ import torch._dynamo  # DDP and the optimizers do, in every process
 import torch._inductor.config
 import torch.utils.tensorboard
 
-from common.files import read_metrics, weights_sha256, write_json
 from common.launch.port import listen
 from common.launch.process import run_rank
 from common.launch.ranks import Ranks
 from common.launch.start import Child, LaunchOptions, prepare_launch, supervise
 from common.machine import describe_machine
+from common.reading import read_metrics
 from common.restart import with_restarts
 from common.run.options import RunOptions
 from common.terminal import progress_bar
 from common.training.ddp import ParallelOptions
 from common.training.optimizer import OptimizerOptions
+from common.weights import weights_sha256
+from common.writing import write_json
 from recipes.ddp_launch.train import Config, train
 from tests.helpers.pool import PATIENCE_S
 

@@ -20,7 +20,7 @@ import torch
 from tensorboard.backend.event_processing import event_accumulator
 
 from common import ROOT
-from common.snapshots import files as snapshot_files
+from common.snapshots import snapshot_files
 from tests.faults import matrix
 from tests.helpers.commands import Recipe, Result, ranks_of, wait_for
 from tests.helpers.hosts import launched, two_hosts

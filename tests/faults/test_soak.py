@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.files import save_weights, weights_sha256
+from common.weights import save_weights, weights_sha256
 from tests.faults.soak import EPOCHS, STEPS, problems
 from tests.helpers.commands import ROOT, Recipe
 from tests.helpers.machine import need

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common import ROOT
-from common.files import write_json
 from common.group.collectives import gather_numbers
 from common.group.stop import StopAgreement
 from common.launch.ranks import Ranks
@@ -35,6 +34,7 @@ from common.training.ddp import warm_up
 from common.training.models import ModelOptions, build_model
 from common.watch.record import Watch, stop
 from common.watch.stragglers import ComputeTime
+from common.writing import write_json
 from tests.helpers.pool import Pool, in_group
 from tools.bench import put_between
 

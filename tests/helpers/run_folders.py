@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from common.files import save_weights, weights_sha256
 from common.run.options import flatten
+from common.weights import save_weights, weights_sha256
 from tests.helpers.pool import Pool, call_main
 
 SHORT = ("--nproc", "1", "--epochs", "2", "--snapshot-every", "7", "--log-every", "1")

@@ -26,14 +26,14 @@ from torch.nn.functional import cross_entropy
 
 from common import writing
 from common.errors import InputError, PeerError, TrainingError
-from common.files import weights_sha256
 from common.group import process_group
 from common.launch.ranks import Ranks
 from common.run.options import flatten
-from common.snapshots import files as snapshot_files
+from common.snapshots import snapshot_files
 from common.snapshots.checked import load_data_only
 from common.snapshots.shards import copy_common, take_apart
 from common.snapshots.state import TrainingState
+from common.weights import weights_sha256
 from recipes.fsdp import memory, parallel, text
 from recipes.fsdp.model import Transformer, TransformerOptions
 from recipes.fsdp.train import Config, train

@@ -12,10 +12,10 @@ import torch
 
 from common.data.datasets import DataOptions
 from common.errors import InputError
-from common.files import weights_sha256
 from common.manifest import continued
 from common.run.options import RunOptions
 from common.training.models import ModelOptions, build_model
+from common.weights import weights_sha256
 from recipes.ddp_launch.train import Config
 from recipes.fsdp.model import Transformer, TransformerOptions
 from recipes.fsdp.text import VOCABULARY

@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from common.errors import InputError, TrainingError
-from common.files import read_metrics
 from common.launch.ranks import Ranks
 from common.owner import lock
+from common.reading import read_metrics
 from common.run.claim import refuse_in_data
 from common.run.folder import Run
-from common.snapshots.files import list_snapshots, write
+from common.snapshots.snapshot_files import list_snapshots, write
 from tests.helpers.commands import ROOT, Recipe, Result, wait_for
 from tests.helpers.images import flowers
 from tests.helpers.pool import Pool

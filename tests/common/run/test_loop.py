@@ -12,11 +12,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from common.files import weights_sha256
 from common.launch.ranks import Ranks
 from common.run.options import RunOptions
-from common.snapshots.files import list_snapshots, read
+from common.snapshots.snapshot_files import list_snapshots, read
 from common.training.evaluate import Evaluation
+from common.weights import weights_sha256
 from recipes.model_parallel_toy import train as parallel
 from recipes.model_parallel_toy.split import ParallelOptions
 from tests.helpers.commands import Recipe, Result

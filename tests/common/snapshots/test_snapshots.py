@@ -16,7 +16,7 @@ from torch import nn
 from common import log
 from common.errors import InputError, PeerError, TrainingError
 from common.launch.ranks import Ranks
-from common.snapshots import files as snapshot_files
+from common.snapshots import snapshot_files
 from common.snapshots import state as snapshot
 from common.snapshots.state import TrainingState
 from tests.helpers.commands import wait_for

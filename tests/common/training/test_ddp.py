@@ -23,7 +23,6 @@ from common.data.datasets import DataOptions, load_data
 from common.data.loaders import make_loaders
 from common.data.stream import GlobalBatches, fixed_batches
 from common.errors import InputError, PeerError, TrainingError
-from common.files import weights_sha256
 from common.group.collectives import agreed
 from common.group.process_group import _refuse_unlike_devices
 from common.group.stop import StopAgreement
@@ -31,10 +30,11 @@ from common.identity import decisive
 from common.launch.ranks import Ranks
 from common.run.options import flatten
 from common.seeds import rng_state, seed_everything, set_rng_state
-from common.snapshots.files import read
+from common.snapshots.snapshot_files import read
 from common.training.ddp import average_in_bf16, micro_batches, warm_up
 from common.training.evaluate import Evaluation, evaluate
 from common.training.models import ModelOptions, build_model
+from common.weights import weights_sha256
 from tests.helpers.pool import Pool, in_group
 from tests.helpers.training import run_training, training
 

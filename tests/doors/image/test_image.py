@@ -459,7 +459,7 @@ make --dry-run check >/tmp/check
 tail -n 1 /tmp/check | sh
 python -c '
 from tests.gpu_check import RESULT
-from common.files import write_json
+from common.writing import write_json
 write_json(RESULT, {})
 import torch
 x = torch.randn(64, 64)

@@ -1,0 +1,72 @@
+"""Files and folders that are read: records, and what a user may not read."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common.errors import InputError
+
+
+def read_json(path: Path, *numbers: str) -> dict[str, Any]:
+    """The JSON object in a file that `write_json` wrote, with whole `numbers` by these names.
+
+    Raises:
+        InputError: the file is damaged; it names the file.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or not all(
+            isinstance(content.get(n), int) for n in numbers
+        ):
+            raise ValueError(f"it is no JSON object{''.join(f' with {name}' for name in numbers)}")
+        return content
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{path} is damaged ({error}): restore it, or choose another --output-dir"
+        ) from None
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def refuse_closed(option: str, *paths: Path) -> None:
+    """Refuse files and folders that this user may not read. A missing one is not refused.
+
+    Raises:
+        InputError: with the owner of the place that is closed: a path, or a folder above it.
+    """
+    for path in paths:
+        real = path.resolve()
+        for place in (*reversed(real.parents), real):
+            needed = (os.X_OK if place.is_dir() else 0) | (os.R_OK if place == real else 0)
+            if place.exists() and not os.access(place, needed):
+                owner = place.stat()
+                raise InputError(
+                    f"{option} {path} cannot be read: {place} belongs to user {owner.st_uid}, "
+                    f"group {owner.st_gid}, and you are user {os.getuid()}: allow reading, or in "
+                    f"a container give --group-add {owner.st_gid}"
+                )
+
+
+def files_below(option: str, folder: Path) -> Iterator[Path]:
+    """All files below a folder, and links to no file or to a folder, without hidden folders.
+
+    Links to folders are not followed, because they can lead in circles. A closed sub-folder is
+    refused; Path.rglob would leave it out. Pipes, sockets and devices are left out: who opens a
+    pipe waits for its writer.
+    """
+
+    def refuse(error: OSError) -> None:
+        refuse_closed(option, Path(error.filename))
+        raise error
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (path for name in folders if (path := Path(parent, name)).is_symlink())
+        for path in (Path(parent, name) for name in names):
+            if path.is_file() or not path.exists():
+                yield path

@@ -1,0 +1,56 @@
+"""Whether the files of a finished run are all there, and as the run wrote them."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import InputError
+from common.reading import read_metrics
+from common.weights import weights_sha256
+
+
+def lost_file(folder: Path, summary: dict[str, Any], records: Iterable[str]) -> str:
+    """Name of the first file of a finished run that is gone or damaged; empty if all are whole.
+
+    Args:
+        folder: of the run.
+        summary: of the run.
+        records: names of the run's JSON files.
+
+    Raises:
+        InputError: model.pt or best.pt is not the one that the run wrote.
+    """
+    name = ""
+    try:
+        for name in records:
+            json.loads((folder / name).read_text(encoding="utf-8"))
+        name = "metrics.jsonl"
+        last = read_metrics(folder)[-1]
+        if last["step"] != summary["steps"] or "train_loss" not in last:
+            return name
+    except (OSError, ValueError, LookupError, TypeError):
+        return name
+    for name, of in (("model.pt", summary), ("best.pt", summary.get("best"))):
+        if not of:
+            continue
+        if not (folder / name).exists():
+            return name
+        try:
+            found = weights_sha256(torch.load(folder / name, "cpu", weights_only=True))
+        except Exception:  # torch.load raises whatever the unpickler raises
+            found = ""
+        wrote = of.get("weights_sha256") if isinstance(of, dict) else None
+        if not isinstance(wrote, str):
+            raise InputError(
+                f"{folder / 'summary.json'} is damaged (no weights_sha256 of {name}): restore it, "
+                "or move it away, and the same command writes it again"
+            )
+        if found != wrote:
+            raise InputError(
+                f"{folder / name} is not what the run wrote, whose weights_sha256 is in "
+                "summary.json: move it away, and the same command writes it again"
+            )
+    return ""
