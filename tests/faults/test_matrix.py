@@ -274,7 +274,8 @@ def test_a_rank(
     assert expected.says or "Traceback" not in result.stderr
     assert len(result.errors) == (1 if expected.says else 0), result.stderr
     assert re.match(expected.says, first), result.stderr
-    assert shared_memory() <= before
+    left = shared_memory() - before
+    wait_for(lambda: not left & shared_memory())  # another program's go at its end, a leak stays
     step = assert_intact(scene.folder)
 
     command = scene.recipe.command(name, *options)
