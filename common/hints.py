@@ -150,6 +150,10 @@ _TABLE = {
         "a label is no class of the model: labels are 0 to classes - 1, so correct the label, or "
         "give the model more outputs (Data.class_names, or your own model's last layer)"
     ),
+    r"Using a target size .* different to the input size": (
+        "give the targets and the model's outputs the same shape, as with outputs.squeeze(1) "
+        "(docs/bring-your-own.md, The loss)"
+    ),
     r"zero-dimensional tensor .* cannot be concatenated": (
         "a loss function gave one number for the whole batch: give it reduction='none', for one "
         "loss per sample (docs/bring-your-own.md, The loss)"

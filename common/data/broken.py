@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from common.errors import InputError, SampleError, TrainingError
 from common.hints import hint
@@ -43,16 +44,26 @@ def make_batch(
     """`collate(samples)`; `indices` are those of the samples in `source`.
 
     Raises:
-        SampleError: `collate` failed; the message names the samples that do not fit.
+        SampleError: `collate` failed; the message names the samples that do not fit. Or it gave
+            more or fewer samples than it got.
     """
     try:
-        return collate(samples)
+        batch = collate(samples)
     except (InputError, TrainingError):
         raise
     except Exception as error:
         by_index = dict(zip(indices, samples, strict=True))
         why = _why_no_batch(collate, by_index, type(source).__name__)
         raise SampleError(why or f"the collate function failed: {_said(error)}") from error
+    shapes = [tuple(part.shape) for part in tree_leaves(batch) if isinstance(part, Tensor)]
+    if not any(len(samples) in shape for shape in shapes):
+        found = f"tensors of the shapes {', '.join(map(str, shapes))}" if shapes else "no tensor"
+        raise SampleError(
+            f"the collate function of {type(source).__name__} got {len(samples)} samples and gave "
+            f"{found}: it must give each sample once; leave samples out by their index in "
+            f"Samples(...) ({_PAGE}, Samples)"
+        )
+    return batch
 
 
 def _why_no_batch(collate: Callable[[list[Any]], Any], samples: dict[int, Any], name: str) -> str:

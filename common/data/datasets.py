@@ -112,6 +112,14 @@ class Data:
             )
 
     @property
+    def indices_sha256(self) -> str:
+        """SHA-256 over the indices to train and to validate on, in their order."""
+        digest = hashlib.sha256()
+        for samples in (self.train, self.val):
+            digest.update(np.asarray(samples.indices, np.int64).tobytes())
+        return digest.hexdigest()
+
+    @property
     def sizes_for_model(self) -> tuple[int, int, int]:
         """Channels, classes and side, which a model must fit."""
         return self.channels, len(self.class_names), self.side

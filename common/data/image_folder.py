@@ -52,10 +52,13 @@ def list_images(
         raise InputError(f"--data-path {root} is not a folder")
     if not all(folder.is_dir() for folder in folders):
         folders = [root]
+    elif beside := [n for n in class_names(root) if n not in ("train", "val") and _holds(root / n)]:
+        log.info(f"images left out, beside train and val: those in {', '.join(beside)}")
     names = class_names(folders[0])
     if not names:
         raise InputError(f"--data-path {folders[0]} has no sub-folders: make one per class")
-    if {name.lower() for name in names} <= _SPLITS:
+    splits = [name for name in names if name.lower() in _SPLITS]
+    if len(splits) == len(names) or any(class_names(folders[0] / name) for name in splits):
         raise InputError(
             f"--data-path {folders[0]} holds {', '.join(names)}, which are no classes: name the "
             "folders train and val, with one sub-folder per class in each"
@@ -79,6 +82,11 @@ def list_images(
 def class_names(folder: Path) -> list[str]:
     """Names of the sub-folders, sorted."""
     return sorted(p.name for p in folder.iterdir() if p.is_dir() and _is_data(p, folder))
+
+
+def _holds(folder: Path) -> bool:
+    """Whether an image is at any depth of a folder."""
+    return any(is_image(path) for path in files_below("--data-path", folder))
 
 
 def _is_data(path: Path, folder: Path) -> bool:
@@ -185,7 +193,7 @@ def verify_once(files: list[tuple[Path, int]], copy: str, ranks: Ranks) -> None:
     Raises:
         InputError: on all ranks, if one of them finds an image that cannot be decoded.
     """
-    marker, known = Path("torch-recipes", "verified-2", copy), False
+    marker, known = Path("torch-recipes", "verified-3", copy), False
     with suppress(OSError, RuntimeError):  # no home folder, or it cannot be read
         marker = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / marker
         known = marker.is_file()
@@ -228,7 +236,7 @@ def verify(paths: list[Path], *, show_progress: bool) -> None:
 
 
 def _image_fault(path: Path) -> str | None:
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     try:
         with Image.open(path) as image:
@@ -237,6 +245,10 @@ def _image_fault(path: Path) -> str | None:
             # A JPEG is then decoded at this size, which is faster and still reads the whole file.
             image.draft("RGB", (max(1, image.width // 8), max(1, image.height // 8)))
             image.load()
+            try:
+                ImageOps.exif_transpose(image).convert("RGB")
+            except Exception:  # TorchCodec ignores some faults of a file's EXIF data
+                decoded(path)
     except PermissionError:
         refuse_closed("--data-path", path)
         raise

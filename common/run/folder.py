@@ -103,6 +103,7 @@ class Run:
             "total_batch_size": global_batch_size,
             "data_fingerprint": data.fingerprint,
             "samples": [len(data.train), len(data.val)],
+            "indices_sha256": data.indices_sha256,
         }
 
     def refuse_another_run(self) -> None:

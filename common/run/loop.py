@@ -30,7 +30,11 @@ from common.snapshots.state import Stateful, TrainingState
 from common.terminal import progress_bar
 from common.throughput import Throughput, peak_memory_bytes
 from common.training.evaluate import Evaluation, best_metric, explosion, warn_of_unknown_metric
-from common.training.losses import check_losses
+from common.training.losses import (
+    refuse_other_losses,
+    refuse_targets_of_another_shape,
+    warn_of_means,
+)
 from common.training.optimizer import ScheduleOptions
 from common.watch.stragglers import PARTS, ComputeTime
 from common.weights import save_weights, weights_sha256
@@ -75,6 +79,7 @@ class Loop:
         if check_replicas and run.ranks.world_size == 1:
             log.warning("--check-replicas has nothing to compare: there is one rank")
         warn_of_unknown_metric(run.options.best_by, len(data.class_names))
+        refuse_targets_of_another_shape()
 
     def resume(self) -> bool:
         """Load the newest snapshot if there is one, and open the run's files.
@@ -141,15 +146,16 @@ class Loop:
                 ranks.
 
         Raises:
-            TrainingError: a loss is not finite, on any rank; raised on every rank. Or the first
-                step's losses are neither one per sample nor a mean.
+            TrainingError: a loss is not finite, on any rank; raised on every rank. Or the losses
+                are neither one per sample nor a mean.
             StopRequested: a signal came; the state is saved.
         """
         self.compute.end_step()
         run, state, lr = self.run, self.state, self.lr
         begun = self._resumed_from or 0
+        refuse_other_losses(losses, self.batches.batch_size_per_rank)
         if state.step == begun:
-            check_losses(losses, self.batches.batch_size_per_rank)
+            warn_of_means(losses)
         losses = losses.detach()
         if losses.dim() > 1:  # (samples, 1)
             losses = losses.flatten()
@@ -227,7 +233,8 @@ class Loop:
             StopRequested: a signal came; the state is saved.
         """
         run, state = self.run, self.state
-        means, broken = torch.tensor([[*result.means.values()]]), ", ".join(result.not_finite)
+        means = torch.tensor([[*result.means.values()]])
+        broken = ", ".join(f"val_{name}" for name in result.not_finite)
         snapshot.refuse_non_finite(means, state.step, run.snapshots, broken)
         losses = gather_numbers(state.loss_sum / state.batch)
         before, self._result = self._metrics, result

@@ -30,8 +30,7 @@ class RunOptions:
     best_by: str | None = may_change(None)
     """Metric that chooses the epoch whose weights are kept in best.pt, or none for no such file.
     Of a metric with loss or error in its name the lowest is the best, else the highest. After a
-    change, only
-    later epochs count. None: val_accuracy, or val_loss in a recipe without accuracy."""
+    change, only later epochs count. None: val_accuracy, else val_loss, else none."""
     seed: int = 0
     """Seed of the weights, the data order, the augmentation and the split."""
     device: Literal["auto", "cpu", "cuda"] = may_change("auto")

@@ -269,7 +269,12 @@ def refuse_non_finite(losses: Tensor, step: int, folder: Path, what: str = "loss
     """
     bad = [rank for rank, values in enumerate(losses) if not values.isfinite().all()]
     if bad:
+        advice = "try a lower --lr or --warmup-epochs"
+        if what == "loss" and step == 1:
+            advice = "before the first update: look for inputs and targets that are not finite"
+        elif "loss" not in what:
+            advice = "look at the score function"
         raise TrainingError(
             f"the {what} is not finite on rank {', '.join(map(str, bad))} by step {step}: "
-            f"try a lower --lr or --warmup-epochs; last good snapshot: {newest_name(folder)}"
+            f"{advice}; last good snapshot: {newest_name(folder)}"
         )

@@ -116,6 +116,7 @@ def evaluate(
     for number, batch in enumerate(batches, 1):
         if scores := score(model, batch):
             names = names or list(scores)
+            _refuse_reserved(names)
             _refuse_other_names(scores, names)
             shapes = {name: tuple(values.shape) for name, values in scores.items()}
             if len({*shapes.values()}) > 1 or len(shapes[names[0]]) != 1:
@@ -154,6 +155,14 @@ def evaluate(
     return Evaluation(means, total, round(math.fsum(columns["accuracy"])) if whole else None)
 
 
+def _refuse_reserved(names: list[str]) -> None:
+    if taken := [name for name in ("correct", "total") if name in names]:
+        raise TrainingError(
+            f"score gave a metric called {taken[0]}, but val_{taken[0]} in summary.json is a "
+            "number of samples: give it another name"
+        )
+
+
 def _refuse_other_names(found: Iterable[str], names: list[str]) -> None:
     if {*found} != {*names}:
         raise TrainingError(
@@ -168,11 +177,13 @@ def best_metric(
     """The metric by which an epoch is the best so far; None if it is not.
 
     Args:
-        by: a name in `found`; "none" for no best epoch. None: val_accuracy, else val_loss.
+        by: a name in `found`; "none" for no best epoch. None: val_accuracy, else val_loss, else
+            none.
         found: metrics of the epoch. Of losses and errors the lowest is the best, else the highest.
         best: holds the same metric of the best epoch before.
     """
-    by = by or ("val_accuracy" if "val_accuracy" in found else "val_loss")
+    usual = [name for name in ("val_accuracy", "val_loss") if name in found]
+    by = by or (usual[0] if usual else "none")
     if by == "none":
         return None
     if by not in found:

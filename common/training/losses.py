@@ -1,4 +1,6 @@
-"""Does each sample have its own loss? The loop asks after the first step."""
+"""Does each sample have its own loss? Shapes show most of what is wrong in silence."""
+
+import warnings
 
 from torch import Tensor
 
@@ -8,15 +10,17 @@ from common.errors import TrainingError
 _PAGE = "docs/bring-your-own.md, The loss"
 
 
-def check_losses(losses: Tensor, batch_size: int) -> None:
-    """Look at the losses of a rank's first batch: shapes show most of what is wrong in silence.
+def refuse_targets_of_another_shape() -> None:
+    """Make torch's warning an error: a loss of (samples, 1) and (samples,) compares all pairs."""
+    warnings.filterwarnings("error", message="Using a target size")
+
+
+def refuse_other_losses(losses: Tensor, batch_size: int) -> None:
+    """Raise TrainingError unless there is one loss per sample of a rank's batch, or their mean.
 
     Args:
-        losses: one per sample, (samples,) or (samples, 1); or their mean, of no dimension.
+        losses: (samples,) or (samples, 1); or their mean, of no dimension.
         batch_size: samples of the rank's batch.
-
-    Raises:
-        TrainingError: there is neither one loss per sample nor one for the batch.
     """
     if losses.dim() == 0 or losses.numel() == batch_size == 1:
         return
@@ -26,7 +30,11 @@ def check_losses(losses: Tensor, batch_size: int) -> None:
             "reduction='none' to the loss function, then take the mean over each sample; weights "
             f"must have the shape ({batch_size},) ({_PAGE})"
         )
-    if name := _mean_over_samples(losses):
+
+
+def warn_of_means(losses: Tensor) -> None:
+    """Warn if each loss of a rank's first batch holds a mean over the batch."""
+    if losses.numel() > 1 and (name := _mean_over_samples(losses)):
         log.warning(
             f"each sample's loss holds a mean or a sum over the batch ({name}): weights of single "
             f"samples have no effect on it; give reduction='none' to the loss function ({_PAGE})"

@@ -73,8 +73,14 @@ class ScheduleOptions:
             micro_batches: equal parts into which each rank cuts its share.
 
         Raises:
-            InputError: see `total_batch_size`.
+            InputError: there are fewer samples than parts; or as `total_batch_size`.
         """
+        if micro_batches > 1 and (least := world_size * micro_batches) > samples:
+            raise InputError(
+                f"each rank cuts its share of a batch into {micro_batches} parts (--accumulate, "
+                f"--virtual-ranks or --micro-batches): that needs {least} samples, and there are "
+                f"{samples}"
+            )
         size = self.total_batch_size(world_size, micro_batches, samples)
         usual, default = self._default_batch(samples), self.default_batch_size
         fitted, rate = self, f"{'default' if isinstance(self.lr, Default) else '--lr'} {self.lr:g}"

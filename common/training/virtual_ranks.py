@@ -147,6 +147,21 @@ class Tree:
         return future
 
 
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Each place of a tensor in a model, by name, to the first name of that tensor.
+
+    Tied weights have several places. A module that stands in a model twice is one place: torch
+    2.15's functional_call would put its tensors in twice, and never take the first ones out again.
+    """
+    first: dict[int, str] = {}
+    found = {}
+    for prefix, module in model.named_modules():  # each module once
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            full = f"{prefix}.{name}".removeprefix(".")
+            found[full] = first.setdefault(id(tensor), full)
+    return found
+
+
 class _Shards(nn.Module):
     """Takes the model's place inside DDP, and runs this rank's shards one after another."""
 
@@ -157,6 +172,7 @@ class _Shards(nn.Module):
         self.model, self.tree, self.audit_every = model, tree, audit_every
         self.seen: dict[str, Any] = {}
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.first_name = _first_names(model)
         # The first shard uses the parameters themselves.
         self._parameters_by_shard = [{}, *self._aliases(tree.shards_per_rank - 1)]
         if tree.shards_per_rank > 1:
@@ -220,8 +236,12 @@ class _Shards(nn.Module):
             # Kernels may add in another order at a less aligned address. A copy is aligned as in a
             # process with one shard.
             part = tree_map_only(Tensor, torch.clone, part) if len(parts) > 1 else part
-            values = {**parameters, **own}  # functional_call puts in what forward assigns
-            outputs.append(functional_call(self.model, values, (part,)))
+            named = {**parameters, **own}
+            values = {
+                name: named[first] for name, first in self.first_name.items() if first in named
+            }
+            # functional_call puts in what forward assigns
+            outputs.append(functional_call(self.model, values, (part,), tie_weights=False))
             by_shard.append({name: values[name].detach() for name in own})
         out = torch.cat(outputs)
         if out.dtype != torch.float64:

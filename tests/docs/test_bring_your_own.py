@@ -1,6 +1,7 @@
 """Your own data, model and recipe: what docs/bring-your-own.md promises, and the record of it."""
 
 import importlib
+import itertools
 import json
 import random
 import re
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch._utils import ExceptionWrapper
 from torch.nn.functional import cross_entropy, l1_loss, mse_loss
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 from torchvision.datasets import FakeData
 from torchvision.transforms import v2
 
@@ -33,7 +34,7 @@ from common.data.batches import DeviceBatches
 from common.data.datasets import ArraySamples, Data, LoaderOptions
 from common.data.loaders import make_loaders
 from common.data.stream import Samples, fixed_batches, make_loader
-from common.errors import InputError, TrainingError
+from common.errors import InputError, SampleError, TrainingError
 from common.git import without_secrets
 from common.hints import hint
 from common.identity import decisive
@@ -43,14 +44,14 @@ from common.run.options import RunOptions, flatten
 from common.seeds import rng_state
 from common.training.ddp import chunks, warm_up
 from common.training.evaluate import Evaluation, evaluate, score_classes
-from common.training.losses import check_losses
+from common.training.losses import refuse_other_losses, warn_of_means
 from common.training.optimizer import OptimizerOptions
 from common.weights import weights_sha256
 from recipes.ddp_launch import train as ddp_launch
 from tests.helpers.commands import ROOT, Recipe, Result, clean_env
 from tests.helpers.machine import need
 from tests.helpers.pool import Pool, in_group
-from tests.helpers.training import run_training
+from tests.helpers.training import run_training, train_model
 from tools.own import config_of, load_own
 from tools.trained import Trained, read
 
@@ -401,7 +402,7 @@ def test_a_mean_over_the_batch_is_not_taken_for_the_losses_of_samples(
     def said(losses: Tensor) -> str:
         caplog.clear()
         losses.sum().backward()  # as in a recipe: the graph is used up
-        check_losses(losses, 6)
+        warn_of_means(losses)
         return caplog.text
 
     with caplog.at_level("WARNING", log.name), pytest.MonkeyPatch.context() as patch:
@@ -416,13 +417,52 @@ def test_a_mean_over_the_batch_is_not_taken_for_the_losses_of_samples(
 
 def test_losses_must_be_one_per_sample_or_a_mean() -> None:
     for right in (torch.zeros(6), torch.zeros(6, 1), torch.zeros(())):
-        check_losses(right, 6)
-    check_losses(torch.zeros(1), 1)
+        refuse_other_losses(right, 6)
+    refuse_other_losses(torch.zeros(1), 1)
     of_weights = torch.ones(6, 1) * torch.zeros(6)
     for wrong in (torch.zeros(24), torch.zeros(1), torch.zeros(6, 3), of_weights):
         shape = re.escape(str(tuple(wrong.shape)))
         with pytest.raises(TrainingError, match=rf"shape {shape} for 6 samples: give red.*\(6,\)"):
-            check_losses(wrong, 6)
+            refuse_other_losses(wrong, 6)
+
+
+@pytest.mark.parametrize(
+    ("collate", "gave"),
+    [
+        (lambda samples: default_collate(samples[1:]), r"tensors of the shapes \(5, 3\), \(5,\)"),
+        (lambda samples: default_collate(samples[:1]), r"tensors of the shapes \(1, 3\), \(1,\)"),
+        (lambda samples: default_collate(samples * 2), r"tensors of the shapes \(12, 3\), \(12,\)"),
+        (lambda samples: None, "no tensor"),
+    ],
+)
+def test_a_collate_function_that_loses_or_doubles_samples_is_named(
+    collate: Callable[[list[Any]], Any], gave: str
+) -> None:
+    samples = Samples([(torch.zeros(3), 0)] * 8, range(8), 0, collate)
+    with pytest.raises(SampleError, match=f"of list got 6 samples and gave {gave}: it must"):
+        samples.__getitems__([(0, index) for index in range(6)])
+
+
+def train_with_loss(ranks: Ranks, folder: Path, kind: str) -> None:
+    """ddp_launch with the losses of one sample only in the second step, or of all pairs."""
+    steps = itertools.count(1)
+
+    def loss(outputs: Tensor, labels: Tensor, reduction: str) -> Tensor:
+        if kind == "all pairs":  # (samples, 1) and (samples,)
+            return mse_loss(outputs[:, :1], labels.float(), reduction=reduction).mean(1)
+        losses = cross_entropy(outputs, labels, reduction=reduction)
+        return losses[:1] if next(steps) == 2 else losses
+
+    with patch.object(ddp_launch, "cross_entropy", loss):
+        run_training(ranks, folder, {})
+
+
+def test_losses_of_other_samples_end_the_run_in_any_step(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"losses of shape \(1,\) for 96 samples"):
+        pool.run(train_with_loss, 1, tmp_path / "one", "one sample")
+    with pytest.raises(UserWarning, match="Using a target size") as caught:
+        pool.run(train_with_loss, 1, tmp_path / "pairs", "all pairs")
+    assert "outputs the same shape" in hint(str(caught.value))
 
 
 def test_bytes_are_images_only_if_the_data_say_how_they_are_normalised() -> None:
@@ -490,12 +530,6 @@ class Turned(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         logits: Tensor = self.head((images.flatten(1) * self.turns * self.factors).imag)
         return logits
-
-
-def train_model(ranks: Ranks, folder: Path, kind: type[nn.Module], options: dict[str, Any]) -> None:
-    """ddp_launch with a model of one's own, as one rank."""
-    with patch.object(ddp_launch, "prepare_model", lambda *_, **__: kind()):
-        run_training(ranks, folder, options)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
@@ -644,6 +678,10 @@ def in_any_order(model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
     return scores if len(batch[0]) == 32 else dict(reversed(scores.items()))
 
 
+def called_total(model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
+    return {"total": absolute_error(model, batch)["error"]}
+
+
 def sometimes_another(model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
     return two_errors(model, batch) if len(batch[0]) == 32 else absolute_error(model, batch)
 
@@ -655,6 +693,8 @@ def test_metrics_go_by_their_names(pool: Pool) -> None:
         assert found == pool.run(in_group, world_size, evaluated, two_errors, False)
         with pytest.raises(TrainingError, match=r"score gave the metrics error.*the same"):
             pool.run(in_group, world_size, evaluated, sometimes_another, False)
+    with pytest.raises(TrainingError, match=r"called total, but val_total .* another name"):
+        pool.run(in_group, 1, evaluated, called_total, False)
 
 
 @pytest.mark.parametrize(("share", "correct"), [(1.0, 45), (0.5, None)])

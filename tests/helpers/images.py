@@ -2,6 +2,7 @@
 
 import shutil
 import struct
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -64,7 +65,19 @@ def faulty_folder(root: Path, fault: str) -> str:
         for part, names in (("train", ("daisy", "tulip")), ("val", ("daisy", "tulip", "rose"))):
             flowers(root / part, names=names)
         return "val has classes that train has not: rose"
-    if fault in ("train valid test", "Train Val", "train"):
+    if fault == "damaged EXIF":
+        exif = Image.Exif()
+        exif[0x0112] = 6  # turned
+        path = root / "daisy" / "turned.png"
+        Image.new("RGB", (8, 8)).save(path, exif=exif)
+        chunk = path.read_bytes()
+        at = chunk.index(b"eXIf") + 4
+        length = int.from_bytes(chunk[at - 8 : at - 4], "big")
+        damaged = b"eXIf" + b"?" * length
+        crc = zlib.crc32(damaged).to_bytes(4, "big")
+        path.write_bytes(chunk[: at - 4] + damaged + crc + chunk[at + length + 4 :])
+        return r"turned\.png cannot be decoded"
+    if fault.startswith(("train", "Train")):
         shutil.rmtree(root)
         for part in fault.split():
             flowers(root / part)

@@ -3,6 +3,9 @@
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+from torch import nn
 
 from common.data.datasets import DataOptions
 from common.errors import StopRequested
@@ -11,6 +14,7 @@ from common.run.options import RunOptions
 from common.training.ddp import ParallelOptions
 from common.training.models import ModelOptions
 from common.training.optimizer import OptimizerOptions
+from recipes.ddp_launch import train as ddp_launch
 from recipes.ddp_launch.train import Config, train
 from tests.helpers.commands import Result
 from tests.helpers.pool import Pool, call_main
@@ -35,6 +39,12 @@ def run_training(ranks: Ranks, folder: Path, options: dict[str, dict[str, Any]])
 def training(pool: Pool, world_size: int, folder: Path, **options: dict[str, Any]) -> Result:
     pool.run(run_training, world_size, folder, options)
     return Result(0, "", "", folder)
+
+
+def train_model(ranks: Ranks, folder: Path, kind: type[nn.Module], options: dict[str, Any]) -> None:
+    """ddp_launch with a model of one's own, as one rank."""
+    with patch.object(ddp_launch, "prepare_model", lambda *_, **__: kind()):
+        run_training(ranks, folder, options)
 
 
 def assert_refused(pool: Pool, says: str, *options: str | Path, name: str = "ddp_launch") -> None:

@@ -215,7 +215,8 @@ def test_both_jpeg_decoders_give_the_same_bytes(
     [
         *("truncated JPEG", "tiny", "text named .jpg", "empty class", "no classes"),
         *("16 bits", "floats", "one class", "other classes to validate on"),
-        *("train valid test", "Train Val", "train"),
+        *("train valid test", "Train Val", "train", "train dev", "train valid extra"),
+        "damaged EXIF",
     ],
 )
 def test_a_bad_image_folder_is_named_before_training(tmp_path: Path, fault: str) -> None:
@@ -223,6 +224,22 @@ def test_a_bad_image_folder_is_named_before_training(tmp_path: Path, fault: str)
     root = tmp_path / "data" / "daisy" if fault == "no classes" else tmp_path / "data"
     with pytest.raises(InputError, match=says):
         load(data="imagefolder", data_path=root)
+
+
+def test_trains_may_be_a_class_and_what_is_beside_train_and_val_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flowers(tmp_path / "vehicles", names=("car", "train", "test"))
+    found = load(data="imagefolder", data_path=tmp_path / "vehicles")
+    assert found.class_names == ["car", "test", "train"]
+    for part in ("train", "val"):
+        flowers(tmp_path / "split" / part)
+    flowers(tmp_path / "split", names=("rose",))
+    (tmp_path / "split" / "runs" / "logs").mkdir(parents=True)
+    with caplog.at_level("INFO", log.name), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log, "propagate", True)
+        load(data="imagefolder", data_path=tmp_path / "split")
+    assert "images left out, beside train and val: those in rose" in caplog.messages
 
 
 def own_copy(ranks: Ranks, root: Path, apart: bool) -> list[int]:

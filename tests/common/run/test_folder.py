@@ -462,7 +462,7 @@ POSITIONS = {
 }
 
 
-@pytest.mark.parametrize("what", [*POSITIONS, "other data", "fewer steps"])
+@pytest.mark.parametrize("what", [*POSITIONS, "other data", "another split", "fewer steps"])
 def test_a_snapshot_of_no_step_of_this_run_is_refused(
     pool: Pool, finished: Path, tmp_path: Path, what: str
 ) -> None:
@@ -472,6 +472,8 @@ def test_a_snapshot_of_no_step_of_this_run_is_refused(
     content |= changes
     if what == "other data":
         content["identity"]["samples"], says = [1436, 360], r"samples \[1436, 360\] there"
+    if what == "another split":
+        content["identity"]["indices_sha256"], says = "0" * 64, "indices_sha256 '0000"
     if what == "fewer steps":
         options, says = ["--max-steps", "5"], "is of step 28, after this run's last step 5"
     forged = write(tmp_path / "snapshots", content["step"], content)

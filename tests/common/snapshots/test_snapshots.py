@@ -18,7 +18,7 @@ from common.errors import InputError, PeerError, TrainingError
 from common.launch.ranks import Ranks
 from common.snapshots import snapshot_files
 from common.snapshots import state as snapshot
-from common.snapshots.state import TrainingState
+from common.snapshots.state import TrainingState, refuse_non_finite
 from tests.helpers.commands import wait_for
 from tests.helpers.machine import small_disk
 from tests.helpers.pool import PATIENCE_S, Pool, in_group
@@ -226,3 +226,19 @@ def _save_broken_weights(_ranks: Ranks, folder: Path) -> str:
     with pytest.raises((TrainingError, PeerError)) as failed:
         state.wait()
     return str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "step", "advice"),
+    [
+        ("loss", 1, "before the first update: look for inputs and targets that are not finite"),
+        ("loss", 2, "try a lower --lr"),
+        ("val_loss, val_error", 1, "try a lower --lr"),
+        ("val_error", 1, "look at the score function"),
+    ],
+)
+def test_what_is_not_finite_is_blamed_on_what_can_have_caused_it(
+    tmp_path: Path, what: str, step: int, advice: str
+) -> None:
+    with pytest.raises(TrainingError, match=f"the {what} is not finite .* step {step}: {advice}"):
+        refuse_non_finite(torch.tensor([[float("nan")]]), step, tmp_path, what)

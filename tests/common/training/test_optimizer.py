@@ -113,6 +113,12 @@ def test_a_run_of_few_steps_per_epoch_says_what_would_give_more(
     assert caplog.messages == ([f"few steps per epoch: {says}"] if says else [])
 
 
+def test_more_parts_than_samples_are_not_blamed_on_the_batch() -> None:
+    says = r"into 5000 parts \(--accumulate, .* needs 10000 samples, and there are 1437"
+    with pytest.raises(InputError, match=says):
+        OptimizerOptions().fit(1437, 2, 5000)
+
+
 @pytest.mark.parametrize(
     ("classes", "train_losses", "names"),
     [
@@ -154,6 +160,8 @@ def test_the_lowest_error_is_the_best() -> None:
     for name, better, worse in (("val_error_px", 0.6, 1.2), ("val_loss", 1, 2), ("val_f1", 2, 1)):
         assert best_metric(name, {name: better}, {name: worse}) == name
         assert best_metric(name, {name: worse}, {name: better}) is None
+    assert best_metric(None, {"val_loss": 1.0, "val_error": 1.0}, None) == "val_loss"
+    assert best_metric(None, {"val_error": 1.0}, None) is None, "nobody asked for a best epoch"
 
 
 def test_linear_scaling_without_warm_up_is_for_batches_below_5000() -> None:

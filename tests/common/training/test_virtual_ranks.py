@@ -10,14 +10,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.errors import InputError
 from common.launch.ranks import Ranks
 from common.training.virtual_ranks import Tree
 from tests.helpers.commands import Recipe, Result, wait_for
 from tests.helpers.pool import Pool
-from tests.helpers.training import run_training, training
+from tests.helpers.training import run_training, train_model, training
 from tools import reproduce
 
 # BatchNorm, dropout, momentum and augmentation: all that could tell one slicing from another.
@@ -217,6 +217,34 @@ RESNET = (
     "--virtual-ranks",
     "4",
 )
+
+
+class Shared(nn.Module):
+    """One module under two names, with parameters and buffers; and one weight in two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.again = self.first
+        self.norm = nn.BatchNorm1d(64)
+        self.norm_again = self.norm
+        self.tied = nn.Linear(64, 64, bias=False)
+        self.tied.weight = self.first.weight
+        self.fc = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        out = self.norm(self.first(images.flatten(1)))
+        logits: Tensor = self.fc(self.tied(self.norm_again(self.again(out.relu())).relu()))
+        return logits
+
+
+def test_a_module_under_two_names_gives_the_same_bits(pool: Pool, tmp_path: Path) -> None:
+    for world_size, shards in ((1, 1), (1, 0), (1, 2), (2, 2)):
+        options = {"optimizer": {"epochs": 1}, "parallel": {"virtual_ranks": shards}}
+        pool.run(train_model, world_size, tmp_path / f"{world_size} {shards}", Shared, options)
+    found = {f.name: Result(0, "", "", f) for f in tmp_path.iterdir()}
+    assert found["1 2"].sha == found["2 2"].sha
+    assert found["1 1"].sha == found["1 0"].sha, "one shard is plain training"
 
 
 @pytest.mark.slow
