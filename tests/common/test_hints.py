@@ -64,6 +64,10 @@ MESSAGES = [
     ("AcceleratorError: CUDA error: invalid device ordinal", "fewer GPUs than processes"),
     ("ValueError: too many values to unpack (expected 2)", "name each of them"),
     (
+        "UserWarning: Using a target size (torch.Size([16])) that is different to the input size",
+        "outputs.squeeze(1)",
+    ),
+    (
         "RuntimeError: zero-dimensional tensor (at position 0) cannot be concatenated",
         "reduction='none'",
     ),
