@@ -22,7 +22,7 @@ def read_json(path: Path, *numbers: str) -> dict[str, Any]:
         ):
             raise ValueError(f"it is no JSON object{''.join(f' with {name}' for name in numbers)}")
         return content
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             f"{path} is damaged ({error}): restore it, or choose another --output-dir"
         ) from None

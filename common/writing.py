@@ -6,6 +6,7 @@ In the folder of a run, nothing is written once the folder is no longer the run'
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -96,6 +97,14 @@ def publish(
     finally:
         os.close(directory)
     return folder / final
+
+
+def part_from_copies(path: Path) -> None:
+    """Before a file is written in place: part it from hard links to it, as `cp -al` makes them."""
+    if path.exists() and path.stat().st_nlink > 1:
+        temporary = path.with_suffix(".tmp")
+        shutil.copy2(path, temporary)
+        temporary.replace(path)
 
 
 def write_file(

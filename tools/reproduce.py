@@ -120,10 +120,11 @@ def command_again(run: Recorded, launched: str, nproc: int | None, folder: Path)
 
 
 def deciding(run: Recorded) -> dict[str, Any]:
-    """The options that decide the run's numbers, by name."""
+    """The options that decide the run's numbers, by name, and how many steps it made."""
     config = import_module(f"recipes.{run.summary['recipe']}.train").Config
     return decisive(run.options, config) | {
-        "global_batch_size": run.options.get("global_batch_size")
+        "global_batch_size": run.options.get("global_batch_size"),
+        "steps": run.summary.get("steps"),
     }
 
 

@@ -19,6 +19,10 @@ _FILES = {
 """What a run writes into its folder, besides .lock."""
 
 
+_held: list[IO[str]] = []
+"""Locks of this process besides that of its run's folder."""
+
+
 def claim(given: Path | None, recipe: str) -> tuple[Path, IO[str]]:
     """Make and lock the folder of a run, on rank 0; its `.lock`, which stays open.
 
@@ -42,6 +46,8 @@ def claim(given: Path | None, recipe: str) -> tuple[Path, IO[str]]:
         make_folder(folder)
         _refuse_foreign(folder)
         locked = lock(folder)
+        if (folder / "snapshots").is_symlink() and (folder / "snapshots").is_dir():
+            _held.append(lock(folder / "snapshots"))  # another run's may lead to the same folder
     except OSError as error:
         raise InputError(not_writable(folder, error)) from error
     restart.record(folder)
@@ -101,6 +107,11 @@ def _refuse_foreign(folder: Path) -> None:
     held, config = {path.name for path in folder.iterdir()}, folder / "config.json"
     for name in sorted(held & (_FILES | _FOLDERS | {".lock"})):
         path, kind = folder / name, "folder" if name in _FOLDERS else "file"
+        if name in (".lock", "metrics.jsonl") and path.is_symlink():  # written in place
+            raise InputError(
+                f"{path} is a link to {path.readlink()}, which the run would write: move it away, "
+                "or choose another --output-dir"
+            )
         if not (path.is_dir() if name in _FOLDERS else path.is_file()):
             raise InputError(f"{path} is no {kind}: move it away, or choose another --output-dir")
     ours = ".lock" in held or (config.is_file() and "recipe" in read_json(config))

@@ -25,8 +25,10 @@ class Curves:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}"
-        self._event, self._file = Event, (folder / name).open("ab")
+        seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+        writer = f"{socket.gethostname()}.{os.getpid()}.{nanoseconds}"
+        self._event = Event
+        self._file = (folder / f"events.out.tfevents.{seconds:010}.{writer}").open("xb")
         self._records = RecordWriter(self._file)
         self._add(step=step + 1, file_version="brain.Event:2")
         self._add(step=step + 1, session_log=SessionLog(status=SessionLog.START))

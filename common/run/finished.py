@@ -21,7 +21,7 @@ def lost_file(folder: Path, summary: dict[str, Any], records: Iterable[str]) -> 
         records: names of the run's JSON files.
 
     Raises:
-        InputError: model.pt or best.pt is not the one that the run wrote.
+        InputError: model.pt, best.pt or summary.json is not what the run wrote.
     """
     name = ""
     try:
@@ -31,8 +31,15 @@ def lost_file(folder: Path, summary: dict[str, Any], records: Iterable[str]) -> 
         last = read_metrics(folder)[-1]
         if last["step"] != summary["steps"] or "train_loss" not in last:
             return name
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return name
+    altered = [key for key, value in last.items() if key in summary and summary[key] != value]
+    if altered:
+        raise InputError(
+            f"{folder / 'summary.json'} is not what the run wrote ({altered[0]} is "
+            f"{summary[altered[0]]}, but {last[altered[0]]} in metrics.jsonl): restore it, or move "
+            "it away, and the same command writes it again"
+        )
     for name, of in (("model.pt", summary), ("best.pt", summary.get("best"))):
         if not of:
             continue

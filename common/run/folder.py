@@ -36,7 +36,7 @@ from common.terminal import show_table
 from common.training.models import how_to_build
 from common.watch.record import Watch
 from common.weights import save_weights, weights_sha256
-from common.writing import RESUME, write_bytes, write_json, writing
+from common.writing import RESUME, part_from_copies, write_bytes, write_json, writing
 
 _IN_TENSORBOARD = {"val_accuracy": "accuracy", "lr": "learning_rate"}
 """Names in metrics.jsonl that are different in TensorBoard."""
@@ -80,9 +80,9 @@ class Run:
                 self._here = own(self.folder, self._lock)
                 logs = self._here / "logs"
                 logs.mkdir(exist_ok=True)
-                file = logging.FileHandler(
-                    logs / f"rank_{ranks.rank}.log", encoding="utf-8", errors="backslashreplace"
-                )
+                own_log = logs / f"rank_{ranks.rank}.log"
+                part_from_copies(own_log)
+                file = logging.FileHandler(own_log, encoding="utf-8", errors="backslashreplace")
             except OSError as error:
                 raise InputError(not_writable(self.folder, error)) from error
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -163,10 +163,13 @@ class Run:
         manifest = describe_run(self.devices, self.options.seed, data.fingerprint)
         with agreed():
             if self.ranks.is_main:
+                # A run that goes on beyond its end has not finished any more.
+                (self._here / "summary.json").unlink(missing_ok=True)
                 self._write_record(manifest, state.step, global_batch_size)
                 for name, content in _records(data, self._values).items():
                     write_json(self.folder / name, content)
                 with writing(self.folder / "metrics.jsonl"):
+                    part_from_copies(self._here / "metrics.jsonl")
                     self._metrics = (self._here / "metrics.jsonl").open("ab+")
                     self._metrics.truncate(state.metrics_bytes)
                     self._metrics.seek(0)

@@ -41,12 +41,15 @@ def list_snapshots(folder: Path) -> list[Path]:
 
 
 def keep_newest(folder: Path, count: int) -> None:
-    """Remove the other snapshots, each before its shards."""
+    """Remove the other snapshots, each before its shards; warn if one cannot be removed."""
     refuse_lost(folder)
     for old in list_snapshots(folder)[count:]:
-        old.unlink(missing_ok=True)
-        for shard in folder.glob(f"{old.name[:13]}.*.shard"):
-            shard.unlink(missing_ok=True)
+        try:
+            old.unlink(missing_ok=True)
+            for shard in folder.glob(f"{old.name[:13]}.*.shard"):
+                shard.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning(f"cannot remove the old snapshot {error.filename} ({error.strerror})")
 
 
 def newest_name(folder: Path) -> str:

@@ -124,6 +124,9 @@ def test_verdicts() -> None:
     # Other options are another run, however near it comes.
     optioned = run_of("two", {5: 2.0, 10: 1.0001}, sha="b", options={"lr": 0.2})
     assert reproduce.compare(one, optioned, 1e-3)["verdict"].startswith("different from step 10 on")
+    longer = run_of("two", {5: 2.0, 10: 1.0, 30: 0.5}, sha="b")
+    longer.summary["steps"] = 30
+    assert reproduce.compare(one, longer, 1e-3)["verdict"].startswith("different after step 10")
     unexplained = reproduce.compare(one, run_of("two", {5: 2.0, 10: 9.0}, sha="b"), 1e-3)
     assert "nothing that is recorded differs" in reproduce.causes(unexplained)
     with pytest.raises(InputError, match="no step in common"):

@@ -9,11 +9,13 @@ import shlex
 import shutil
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Timer
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,10 +26,11 @@ from common.owner import lock
 from common.reading import read_metrics
 from common.run.claim import refuse_in_data
 from common.run.folder import Run
+from common.run.loop import Loop
 from common.snapshots.snapshot_files import list_snapshots, write
 from tests.helpers.commands import ROOT, Recipe, Result, wait_for
 from tests.helpers.images import flowers
-from tests.helpers.pool import Pool
+from tests.helpers.pool import Pool, call_main
 from tests.helpers.run_folders import SHORT, contents, train
 
 FOR_EVER = ("--epochs", "100000")
@@ -483,7 +486,81 @@ def test_a_snapshot_of_no_step_of_this_run_is_refused(
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("content", [b"", b"\0\xff{", b"[1]"])
+def test_a_copy_by_hard_links_changes_nothing_in_the_original(
+    pool: Pool, stopped: Path, tmp_path: Path
+) -> None:
+    first = shutil.copytree(stopped, tmp_path / "first")
+    subprocess.run(["cp", "-al", first, tmp_path / "second"], check=True)
+    before = contents(first)
+    assert train(pool, tmp_path / "second")[0] == 0
+    after = contents(first)
+    assert {n: c for n, c in after.items() if n != ".lock"} == {
+        n: c for n, c in before.items() if n != ".lock"
+    }
+
+
+def test_a_run_that_goes_on_beyond_its_end_has_not_finished(
+    pool: Pool, stopped: Path, tmp_path: Path
+) -> None:
+    """Else the old summary would describe the new run's config and metrics."""
+    folder = shutil.copytree(stopped, tmp_path / "run")
+    ((status, _, said),) = pool.run(begin_and_fail, 1, folder)
+    assert (status, "stop here" in said) == (1, True), said
+    assert not (folder / "summary.json").exists()
+    assert train(pool, folder)[0] == 0
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 28
+
+
+def begin_and_fail(ranks: Ranks, folder: Path) -> tuple[int, str, str]:
+    """Train further in the folder of a run of 20 steps, and end at the first one."""
+
+    def stop(*_: Any) -> None:
+        raise TrainingError("stop here")
+
+    with patch.object(Loop, "after_step", stop):
+        return call_main(ranks, "ddp_launch", [*SHORT, "--output-dir", str(folder)])
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl"])
+def test_a_link_is_not_written_through(pool: Pool, tmp_path: Path, name: str) -> None:
+    precious = tmp_path / "precious.txt"
+    precious.write_text("of somebody else")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").touch()
+    (tmp_path / "run" / name).unlink(missing_ok=True)
+    (tmp_path / "run" / name).symlink_to(precious)
+    status, said = train(pool, tmp_path / "run")
+    assert (status, precious.read_text()) == (2, "of somebody else"), said
+    assert f"{name} is a link to {precious}" in said
+
+
+def test_two_runs_do_not_share_the_folder_behind_linked_snapshots(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    (tmp_path / "big").mkdir()
+    for name in "pq":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".lock").touch()
+        (tmp_path / name / "snapshots").symlink_to(tmp_path / "big")
+    first = recipe.start(*recipe.command("ddp_launch", *SHORT, *FOR_EVER, folder="p"))
+    wait_for(lambda: list_snapshots(tmp_path / "big") or first.poll() is not None)
+    second = recipe("ddp_launch", *SHORT, *FOR_EVER, "--seed", "1", folder="q")
+    assert second.status == 2
+    assert "q/snapshots belongs to a run that is still going" in second.errors[0]
+    first.send_signal(signal.SIGTERM)
+    assert recipe.finish(first, tmp_path / "p").status == 75
+
+
+def test_an_altered_summary_is_not_shown(pool: Pool, finished: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(finished, tmp_path / "run")
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(summary | {"val_accuracy": 0.999}))
+    status, said = train(pool, folder)
+    assert status == 2
+    assert "summary.json is not what the run wrote (val_accuracy is 0.999, but " in said
+
+
+@pytest.mark.parametrize("content", [b"", b"\0\xff{", b"[1]", b"[" * 100_000])
 @pytest.mark.parametrize("name", ["config.json", "summary.json", "manifest.json"])
 def test_a_damaged_record_is_named(
     pool: Pool, finished: Path, tmp_path: Path, name: str, content: bytes

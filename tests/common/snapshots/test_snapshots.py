@@ -242,3 +242,19 @@ def test_what_is_not_finite_is_blamed_on_what_can_have_caused_it(
 ) -> None:
     with pytest.raises(TrainingError, match=f"the {what} is not finite .* step {step}: {advice}"):
         refuse_non_finite(torch.tensor([[float("nan")]]), step, tmp_path, what)
+
+
+def test_an_old_snapshot_that_cannot_be_removed_ends_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "propagate", True)
+    files = [snapshot_files.write(tmp_path, step, content(step)) for step in (1, 2, 3)]
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    snapshot_files.keep_newest(tmp_path, 1)
+    assert len(caplog.messages) == 2
+    assert str(files[0]) in caplog.text
+    assert "Operation not permitted" in caplog.text
