@@ -163,8 +163,9 @@ class Run:
         manifest = describe_run(self.devices, self.options.seed, data.fingerprint)
         with agreed():
             if self.ranks.is_main:
-                # A run that goes on beyond its end has not finished any more.
-                (self._here / "summary.json").unlink(missing_ok=True)
+                with writing(self.folder / "summary.json"):
+                    # A run that goes on beyond its end has not finished any more.
+                    (self._here / "summary.json").unlink(missing_ok=True)
                 self._write_record(manifest, state.step, global_batch_size)
                 for name, content in _records(data, self._values).items():
                     write_json(self.folder / name, content)
