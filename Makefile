@@ -119,7 +119,7 @@ format: $(INSTALLED_DEV) ## Format the code and fix what the linter can fix
 	@$(PYTHON) -m ruff format .
 	@$(PYTHON) -m ruff check --fix .
 
-test: need-suite $(INSTALLED_DEV) ## Run the tests (minutes); SUITE= chooses others, which CI runs, too
+test: need-suite $(INSTALLED_DEV) ## Run the tests (minutes), or those of SUITE=slow, slurm, image, faults or soak
 	@case "$(SUITE)" in \
 	"") $(PYTHON) -m pytest $(ARGS) ;; \
 	slow) $(PYTHON) -m pytest -m "slow and not slurm and not image and not all_faults" $(ARGS) ;; \

@@ -15,7 +15,7 @@ def decisive(options: Options, config: Any) -> Options:
 
     Args:
         options: of the recipe.
-        config: the recipe's config, or its class, whose fields say which options are free.
+        config: the recipe's config, or its class, whose fields say which options may change.
     """
     kinds = get_type_hints(config if isinstance(config, type) else type(config)).values()
     names = [o.name for kind in kinds for o in fields(kind) if "may_change" not in o.metadata]

@@ -6,7 +6,6 @@ In the folder of a run, nothing is written once the folder is no longer the run'
 import errno
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -99,14 +98,6 @@ def publish(
     return folder / final
 
 
-def part_from_copies(path: Path) -> None:
-    """Before a file is written in place: part it from hard links to it, as `cp -al` makes them."""
-    if path.exists() and path.stat().st_nlink > 1:
-        temporary = path.with_suffix(".tmp")
-        shutil.copy2(path, temporary)
-        temporary.replace(path)
-
-
 def write_file(
     path: Path, write: Callable[[IO[bytes]], Any], then: str = "run the same command again"
 ) -> None:
@@ -122,6 +113,12 @@ def write_file(
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file completely or not at all; raises as `write_file`."""
     write_file(path, lambda file: file.write(content))
+
+
+def part_from_copies(path: Path) -> None:
+    """Let a file that is written in place have no other hard link, such as `cp -al` makes."""
+    if path.exists() and path.stat().st_nlink > 1:
+        write_bytes(path, path.read_bytes())
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -247,7 +247,7 @@ def _image_fault(path: Path) -> str | None:
             image.load()
             try:
                 ImageOps.exif_transpose(image).convert("RGB")
-            except Exception:  # TorchCodec ignores some faults of a file's EXIF data
+            except Exception:  # TorchCodec may decode it, as it ignores some faults of EXIF data
                 decoded(path)
     except PermissionError:
         refuse_closed("--data-path", path)

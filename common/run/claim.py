@@ -19,8 +19,8 @@ _FILES = {
 """What a run writes into its folder, besides .lock."""
 
 
-_held: list[IO[str]] = []
-"""Locks of this process besides that of its run's folder."""
+_locks_of_snapshots: list[IO[str]] = []
+"""Of folders to which `snapshots` in a run's folder leads; held until this process ends."""
 
 
 def claim(given: Path | None, recipe: str) -> tuple[Path, IO[str]]:
@@ -47,7 +47,8 @@ def claim(given: Path | None, recipe: str) -> tuple[Path, IO[str]]:
         _refuse_foreign(folder)
         locked = lock(folder)
         if (folder / "snapshots").is_symlink() and (folder / "snapshots").is_dir():
-            _held.append(lock(folder / "snapshots"))  # another run's may lead to the same folder
+            # another run's may lead to the same folder
+            _locks_of_snapshots.append(lock(folder / "snapshots"))
     except OSError as error:
         raise InputError(not_writable(folder, error)) from error
     restart.record(folder)

@@ -115,8 +115,9 @@ def evaluate(
     on_all = int(gather_numbers(torch.tensor(float(own or 0))).min()) if stop else 0
     for number, batch in enumerate(batches, 1):
         if scores := score(model, batch):
-            names = names or list(scores)
-            _refuse_reserved(names)
+            if not names:
+                names = list(scores)
+                _refuse_reserved(names)
             _refuse_other_names(scores, names)
             shapes = {name: tuple(values.shape) for name, values in scores.items()}
             if len({*shapes.values()}) > 1 or len(shapes[names[0]]) != 1:
