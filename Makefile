@@ -3,13 +3,14 @@
 #: ARGS="..."              more options for the program that the target starts; ARGS=--help lists them
 #: NPROC=N                 processes on this machine (run, image-run, evaluate, doctor)
 #: NNODES= NODE_RANK= MASTER_ADDR= MASTER_PORT=    several hosts (run, image-run): docs/several-hosts.md
-#: RUN=DIR                 a finished run (predict, evaluate, reproduce)
+#: RUN=DIR                 a finished run (predict, evaluate, reproduce, runs)
 #: INPUT="FILE DIR ..."    images, and folders of images (predict)
 #: AGAINST=DIR             a second finished run, to compare with RUN (reproduce)
 #: SUITE=slow              other tests (test): slow (each recipe to its end, each fault once), slurm (a real
 #:                         cluster, started here), image (a real container engine), faults (each fault in every
 #:                         recipe; renews docs/faults.md), soak (runs killed and damaged at random)
 #: ROUNDS=N                rounds of SUITE=soak (test; default 50)
+#: WHAT="step peers"       what to measure (bench): step, input, snapshots, network, learning, peers
 #: STACK=cu130             versions of CUDA and torch, from docker/stacks.json (default cu132)
 #: TARGET=development      an image with the tests and a C compiler (image, image-run)
 #: IMAGE=NAME              name of the image (image, image-run)
@@ -54,8 +55,8 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: run predict evaluate new reproduce doctor tensorboard diff-ddp check format test test-slow \
-	test-slurm image-test faults soak gpu-check bench bench-peers image image-run image-repro sbom \
+.PHONY: run runs predict evaluate new reproduce doctor tensorboard diff-ddp check format test test-slow \
+	test-slurm image-test faults soak gpu-check bench bench-peers image image-run image-repro image-aarch64 sbom \
 	slurm-check venv lock audit clean help venv-dev venv-peers packages packages-dev packages-peers \
 	need-run need-input need-suite
 
@@ -101,6 +102,9 @@ need-input:
 doctor: $(filter venv,$(INSTALLED)) ## Say what on this machine would stop a run [NPROC=4 adds a real all-reduce]
 	@$(PYTHON) -m recipes doctor $(if $(NPROC),--nproc $(NPROC)) $(ARGS)
 
+runs: $(INSTALLED) ## List all runs, or compare two [RUN="runs/A runs/B"] [ARGS="--sort val_accuracy --only WORD"]
+	@$(PYTHON) -m recipes runs $(RUN) $(ARGS)
+
 tensorboard: $(INSTALLED) ## Show the curves of all runs in a browser
 	@$(PYTHON) -m tensorboard.main --logdir runs $(ARGS)
 
@@ -142,11 +146,11 @@ gpu-check: $(INSTALLED) ## Check what needs a GPU (minutes); writes tests/result
 
 ## Measure
 
-bench: $(INSTALLED_DEV) ## Measure step, photos, snapshots, network (needs root), or one recipe (RECIPE=NAME)
-	@$(PYTHON) -m tools.bench $(RECIPE) $(ARGS)
+bench: $(if $(filter peers,$(WHAT)),$(INSTALLED_PEERS),$(INSTALLED_DEV)) ## Measure speed, a recipe (RECIPE=NAME), or ddp_launch beside other libraries (WHAT=peers)
+	@$(PYTHON) -m tools.bench $(RECIPE) $(WHAT) $(ARGS)
 
-bench-peers: $(INSTALLED_PEERS) ## Measure ddp_launch beside bare PyTorch, Accelerate, Fabric and Lightning's Trainer
-	@$(PYTHON) -m benchmarks.peers $(ARGS)
+bench-peers:
+	@echo "error: make $@ is now: make bench WHAT=peers" >&2; exit 2
 
 ## Images and clusters
 
@@ -182,6 +186,9 @@ sbom: $(INSTALLED_DEV) ## Write the bill of materials of a stack's image: sbom-S
 
 image-repro: $(INSTALLED_DEV) ## Build the image twice, compare the bytes; renews docker/results/repro.json
 	@$(PYTHON) -m tests.doors.image.repro $(ARGS)
+
+image-aarch64: $(INSTALLED_DEV) ## Build the image for ARM under emulation, train and test in it (hours, as root)
+	@$(PYTHON) -m tests.doors.image.aarch64 $(ARGS)
 
 slurm-check: $(INSTALLED) ## Check a Slurm site before a long run: directives, network and clocks of two nodes
 	@PYTHON=$(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON)) slurm/check.sh $(ARGS)

@@ -15,7 +15,7 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from common.data.datasets import IMAGENET_MEAN, IMAGENET_STD, DataOptions, load_data
-from common.data.loaders import make_loaders
+from common.data.loaders import rank_loaders
 from common.figure import save_figure
 from common.group.process_group import process_group
 from common.launch.process import keep_freed_memory
@@ -76,9 +76,7 @@ def run_variant(variant: str, root: Path) -> float:
     options = DataOptions("imagefolder", root, verify_images=False, num_workers=WORKERS)
     with process_group(Ranks(), CPU, "gloo", 60):
         data = load_data(options, 0, Ranks())
-        _, batches, _ = make_loaders(
-            data, options, BATCH_SIZE, 0, Ranks(), CPU, torch.float32, root
-        )
+        _, batches, _ = rank_loaders(data, options, BATCH_SIZE, 0, (0, 1), CPU, torch.float32, root)
         return samples_per_s(batches)
 
 

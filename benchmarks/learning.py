@@ -228,6 +228,31 @@ def tables(
     return [beside, half]
 
 
+def on_page(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Accuracies at the end; the figure shows the tasks by epoch."""
+    runs = result["runs"]
+
+    def at_the_end(name: str) -> str:
+        return spread([run[-1] for run in runs[name]], 3)
+
+    rows = [
+        [f"ResNet-18, {task.title}, {task.epochs} epochs: {who}", at_the_end(f"{name} {trainer}")]
+        for name, task in TASKS.items()
+        for trainer, who in (("ddp_launch", "ddp_launch"), ("plain", "the plain trainer"))
+    ]
+    rows += [["default run: dp_resnet50 " + name, at_the_end(name)] for name in RESNET50]
+    rows.append(["default run: ddp_launch", at_the_end("convnet")])
+    seeds = [len(runs[name]) for name in (next(iter(RESNET50)), "convnet")]
+    return [
+        {
+            "title": f"Median (least to most) of {seeds[0]} seeds (last row: {seeds[1]}); "
+            "ResNet-18 on 2 processes.",
+            "columns": ["", "validation accuracy at the end"],
+            "rows": rows,
+        }
+    ]
+
+
 def draw(result: dict[str, Any], path: Path) -> None:
     """Accuracy by epoch: a line for the median, a band from the lowest to the highest."""
 

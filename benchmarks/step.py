@@ -111,6 +111,30 @@ def table(runs: dict[str, Any], whole: dict[str, Any], rounds: int) -> dict[str,
     }
 
 
+def on_page(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each option; the figure shows the losses."""
+    rows, rounds = [], 0
+    for name in WAYS:
+        cells = []
+        for model, run in result["runs"].items():
+            usual, rounds = run[DEFAULT], len(run[DEFAULT])
+            step_ms = 1000 * 2 * CASES[model].samples_a_rank / statistics.median(usual)
+            faster = [own / one for own, one in zip(run[name], usual, strict=True)]
+            cells.append(f"1 ({step_ms:.1f} ms per step)" if name == DEFAULT else spread(faster))
+        start_up = [f"{result['whole'][model][name]['start_up_s']:.1f}" for model in CASES]
+        rows.append([name, *cells, ", ".join(start_up)])
+    short = [model.split(",")[0] for model in CASES]
+    return [
+        {
+            "title": f"Two processes with one thread each ({CONVNET}; {RESNET}), every option in "
+            f"turn: steps/s over the default's, median (least to most) of {rounds} rounds. "
+            "Start-up of one run with each model.",
+            "columns": ["options", *short, "start-up [s]"],
+            "rows": rows,
+        }
+    ]
+
+
 def draw(result: dict[str, Any], path: Path) -> None:
     """The loss of each option by step."""
 

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.data.batches import DeviceBatches
 from common.data.datasets import DataOptions, load_data
-from common.data.loaders import make_loaders
+from common.data.loaders import rank_loaders
 from common.data.stream import GlobalBatches
 from common.errors import TrainingError
 from common.group.collectives import gather
@@ -81,8 +81,15 @@ def take_turns(case: Case, rounds: int, ranks: Ranks) -> dict[str, list[float]]:
         streams: dict[int, Iterator[Any]] = {}
         for accumulate in {way.accumulate for way in case.ways.values()}:
             batch_size = case.samples_a_rank * accumulate * ranks.world_size
-            batches, loader, _ = make_loaders(
-                data, case.data, batch_size, 0, ranks, device, torch.float32, Path()
+            batches, loader, _ = rank_loaders(
+                data,
+                case.data,
+                batch_size,
+                0,
+                (ranks.rank, ranks.world_size),
+                device,
+                torch.float32,
+                Path(),
             )
             streams[accumulate] = _endless(batches, loader)
         copies = {}

@@ -6,9 +6,11 @@ Where to change what. Each room and file imports only from those below it; a tes
     parse               the words of a command line as options
     unused_options      options without effect on the chosen data, model or device
     run/                one run: between two steps, and in its folder
+      micro_batches     the parts of a rank's batch in each step of DDP
       loop              what happens between two steps: log, save, stop, resume, the best epoch
       options           --output-dir, --resume, --snapshot-every, --keep-snapshots, --timeout-s ...
-      announce          a run's first line
+      parts             the loaders and the model of a run
+      begin             logs, determinism, the seed; the first line of a run
       check             --check
       folder            what a run leaves: config, manifest, metrics, summary, model.pt
       claim             which folder a run may write into; the names of its files
@@ -22,7 +24,7 @@ Where to change what. Each room and file imports only from those below it; a tes
       evaluate          metrics over every validation sample once; --best-by; a loss that explodes
       losses            whether each sample has its own loss
     data/               samples and batches
-      loaders           from a data set to a rank's batches
+      loaders           the DataLoader and its processes; from a data set to a rank's batches
       datasets          digits, photos, Fashion-MNIST, CIFAR-10, fake data; augmentation
       image_folder      which photos are listed, split by class, decoded
       workers           --num-workers
@@ -38,11 +40,14 @@ Where to change what. Each room and file imports only from those below it; a tes
       checked           files that bear their checksum in their names
     weights             hash and saving of a state_dict
     identity            options that decide a run's numbers; --resume of another run is refused
-    manifest            what it takes to say that two runs were the same
-    machine             what is recorded of this machine
+    manifest            what a run records of its ranks, seed and determinism
+    machine             what is recorded of this machine, the code and the libraries
     replicas            do all ranks hold and compute the same bits?
     throughput          speed of training and of loading; memory
     seeds               randomness, determinism, precision
+    trace               a hash of everything that one step computes (reproduce --trace-step)
+    kernels             --portable: the same bits on every x86-64 CPU
+    fingerprint         small operations that show whether two machines compute the same bits
     group/              the ranks together
       process_group     joined by all ranks
       rendezvous        how the ranks find each other, or hear why they cannot
@@ -56,7 +61,7 @@ Where to change what. Each room and file imports only from those below it; a tes
     launch/             starting ranks
       start             start them, wait, end them all once one fails
       process           being a rank: how it ends, what it forks
-      report            which of several failures is shown
+      report            which of several failures is shown, with which exit status
       ranks             who am I? The variables of every launcher
       nodes             how Slurm writes its nodes
       port              where the ranks meet
@@ -68,13 +73,13 @@ Where to change what. Each room and file imports only from those below it; a tes
     hints               advice for errors of PyTorch, NCCL and CUDA; options as others spell them
     driver              how many GPUs there are, and why the driver cannot use them
     stack               which versions of torch, CUDA and NCCL belong together
-    git                 what is recorded of the code
-    option_rules        options that may change on a resume; least values
+    git                 changed files and their diff, without secrets
+    option_rules        which options may change on a resume, or are new; least values
     output_folder       --output-dir: made, or refused
     reading             JSON and folders that are read, or closed to this user
     figure              figures
     writing             a file is written completely or not at all, or an error says why
-    owner               one run per folder, and whether the folder is still the run's
+    owner               one run per folder: who owns it, and whether it is still the run's
     errors              the ways a run ends, their exit statuses; the signals that stop a run
 
 How to add a recipe, a data set or a launcher: CONTRIBUTING.md.

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from common.errors import STATUS_FINISHED, InputError
 from common.launch.capacity import refuse_more_than_fit
-from common.launch.process import python_path, run_rank
+from common.launch.process import end_process as end_process
+from common.launch.process import run_rank
 from common.launch.ranks import Ranks, resolve
 from common.launch.report import report, say
 from common.launch.start import LaunchOptions, launch
@@ -46,7 +47,7 @@ def start(name: str, arguments: Sequence[str]) -> int:
                 options = parse_group(name, LaunchOptions, given, return_unknown_args=True)[0]
             nproc = options.processes
             several = options.nnodes * nproc > 1 or options.restarts
-            if several and not (options.compare or options.check):
+            if several and not options.check:
                 _warn_of_idle_nodes(options)
                 refuse_more_than_fit(nproc)
                 command = ["-m", "recipes", name, *given]
@@ -57,7 +58,7 @@ def start(name: str, arguments: Sequence[str]) -> int:
     gc.disable()
     try:
         recipe = import_module(f"recipes.{name}.train")
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         return refuse_missing(error)
     gc.freeze()
     gc.enable()
@@ -89,8 +90,6 @@ def run(
         check_versions()
         if options.shrink:
             _refuse_to_shrink(config)
-        if options.compare:
-            _compare(name, arguments, ranks)
         alone = ranks.launcher == "none"
         needed = processes(config) if processes else None
         if _launched(name) == "one":
@@ -209,15 +208,6 @@ def _refuse_to_shrink(config: Any) -> None:
         )
 
 
-def _compare(name: str, arguments: Sequence[str], ranks: Ranks) -> NoReturn:
-    """Replace this process by the program that measures, because `common` imports no tools."""
-    if ranks.world_size > 1:
-        raise InputError("--compare starts its own processes: run it as one process")
-    command = [sys.executable, "-P", "-m", "tools.bench", name, *arguments]
-    path = python_path(os.environ.get("PYTHONPATH"))
-    os.execve(command[0], command, {**os.environ, "PYTHONPATH": path})  # noqa: S606
-
-
 def refuse(error: InputError, ranks: Ranks | None = None) -> int:
     """Show bad input that was found before training, once for all ranks; return the status."""
     try:
@@ -231,7 +221,13 @@ def refuse(error: InputError, ranks: Ranks | None = None) -> int:
     return report(error, ranks or Ranks())
 
 
-def refuse_missing(error: ModuleNotFoundError) -> int:
-    """Say which package this interpreter has not; return the status."""
-    fix = "run make venv and use .venv/bin/python, or an interpreter with torch"
-    return report(InputError(f"{sys.executable} has no package {error.name}: {fix}"), Ranks())
+def refuse_missing(error: ImportError) -> int:
+    """Say which package or shared library this interpreter has not; return the status."""
+    if isinstance(error, ModuleNotFoundError):
+        fix = "run make venv and use .venv/bin/python, or an interpreter with torch"
+        return report(InputError(f"{sys.executable} has no package {error.name}: {fix}"), Ranks())
+    if ".so" not in str(error):
+        raise error
+    # Such as another NCCL than the one that torch was built with (pytorch#122571).
+    fix = "remove what LD_PRELOAD and LD_LIBRARY_PATH bring"
+    return report(InputError(f"a library cannot be loaded ({error}): {fix}"), Ranks())

@@ -14,13 +14,18 @@ def slurm_gave_gpus() -> bool:
     return not {"SLURM_STEP_GPUS", "SLURM_JOB_GPUS"}.isdisjoint(os.environ)
 
 
+def device_files() -> list[Path]:
+    """The device files of the GPUs here."""
+    return list(Path("/dev").glob("nvidia[0-9]*"))
+
+
 def gpu_files() -> list[Path]:
-    """The device files of the GPUs here; none if the user or Slurm hides the GPUs."""
+    """The device files of the GPUs that neither the user nor Slurm hides from this process."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     hidden = visible is not None and not re.match("[0-9]|GPU-|MIG-", visible)
     if hidden or ("SLURM_JOB_ID" in os.environ and not slurm_gave_gpus()):
         return []
-    return list(Path("/dev").glob("nvidia[0-9]*"))
+    return device_files()
 
 
 def load(name: str = LIBRARY) -> ctypes.CDLL | None:

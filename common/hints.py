@@ -158,15 +158,25 @@ _TABLE = {
         "a loss function gave one number for the whole batch: give it reduction='none', for one "
         "loss per sample (docs/bring-your-own.md, The loss)"
     ),
-    r"invalid choice 'cuda:": "give --device cuda, and the GPU's number in CUDA_VISIBLE_DEVICES",
+    r"invalid choice '(cuda:|\d)[\d,]*' for argument '--device'": (
+        "give --device cuda, and the GPUs' numbers in CUDA_VISIBLE_DEVICES"
+    ),
+    r"Unrecognized options: --local[-_]rank": "leave it out: every launcher sets it by itself",
+    r"Unrecognized options: --num[-_]classes": (
+        "leave it out: the data have as many classes as sub-folders or labels"
+    ),
+    r"Unrecognized options: (true|false)\b": (
+        "a flag takes no value: --sync-bn turns it on, --no-sync-bn turns it off"
+    ),
     r"'mpi'": "PyTorch's wheels are built without MPI; mpirun as a launcher works with gloo",
 }
 """Pattern of a message to the advice. The first match counts."""
 
 
 _GPUS = r"(nproc|processes|gpus|devices)-per-node|world-?size|(num-|n-)?(gpus|procs|processes)"
-_OTHER_NAMES = [
+_OTHER_NAMES: list[tuple[str, ...]] = [
     (r"batch-?size|bs", "--global-batch-size", "--batch-size-per-rank"),
+    (r"local-?rank|num-?classes",),  # there is no such option, and none is near
     (r"(use-)?sync-?bn", "--sync-bn"),
     (_GPUS, "--devices", "--device-ids"),  # of a recipe of one process
     (_GPUS, "--nproc"),
@@ -192,7 +202,8 @@ def meant(option: str, known: Collection[str]) -> str:
     """The options of `known` that mean what `option` means elsewhere, or that look like it."""
     name = option.lstrip("-").replace("_", "-").lower()
     for pattern, *names in _OTHER_NAMES:
-        if re.fullmatch(pattern, name) and (here := [n for n in names if n in known]):
+        here = [n for n in names if n in known]
+        if re.fullmatch(pattern, name) and (here or not names):
             return " or ".join(here)
     return next(iter(difflib.get_close_matches(option, known, n=1)), "")
 

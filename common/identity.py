@@ -18,8 +18,10 @@ def decisive(options: Options, config: Any) -> Options:
         config: the recipe's config, or its class, whose fields say which options may change.
     """
     kinds = get_type_hints(config if isinstance(config, type) else type(config)).values()
-    names = [o.name for kind in kinds for o in fields(kind) if "may_change" not in o.metadata]
-    return {name: options.get(name) for name in ("recipe", *names)}
+    found = [o for kind in kinds for o in fields(kind) if "may_change" not in o.metadata]
+    # A run of before the option was there had its `earlier` value.
+    earlier = {o.name: o.metadata.get("earlier") for o in found}
+    return {name: options.get(name, earlier.get(name)) for name in ("recipe", *earlier)}
 
 
 def differences(theirs: Options, ours: Options) -> dict[str, tuple[Any, Any]]:

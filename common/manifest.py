@@ -10,13 +10,16 @@ import torch
 import torch.distributed as dist
 
 from common import log
+from common.fingerprint import fingerprint, unlike
 from common.git import without_secrets
 from common.group.collectives import gather
+from common.kernels import PORTABLE
 from common.launch.process import command_line
 from common.machine import describe_machine
 
 # Never the whole environment: it may hold credentials.
 _ENVIRONMENT = (
+    *PORTABLE,
     "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_VISIBLE_DEVICES",
     "GLOO_SOCKET_IFNAME",
@@ -44,15 +47,26 @@ def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) 
         data_fingerprint: from `common.data.datasets.load_data`.
     """
     gpus = [torch.cuda.get_device_name(gpu) for gpu in devices if gpu.type == "cuda"]
-    hosts = gather((socket.gethostname(), gpus))
+    # On a GPU without --deterministic, cuDNN chooses kernels by timing: nothing could be compared.
+    fixed = devices[0].type == "cpu" or torch.are_deterministic_algorithms_enabled()
+    ranks = gather((socket.gethostname(), gpus, fingerprint(devices[0]) if fixed else {}))
     if dist.get_rank() > 0:
         return {}
+    hosts, _, fingerprints = zip(*ranks, strict=True)
+    for rank, theirs in enumerate(fingerprints):
+        if names := unlike(fingerprints[0], theirs):
+            log.warning(
+                f"rank {rank} on {hosts[rank]} computes other bits than rank 0 on {hosts[0]} "
+                f"({', '.join(names)}): the result repeats only if each rank is again on the "
+                "same kind of machine"
+            )
+            break
     return {
         "command": without_secrets(command_line()),
         **describe_machine(),
-        "gpus": [name for _, names in hosts for name in names],
-        "world_size": len(hosts),
-        "hosts": sorted({host for host, _ in hosts}),
+        "gpus": [name for _, names, _ in ranks for name in names],
+        "world_size": len(ranks),
+        "hosts": sorted(set(hosts)),
         "seed": seed,
         "determinism": {
             "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
@@ -63,6 +77,7 @@ def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) 
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "cpu_threads": torch.get_num_threads(),
         },
+        "fingerprint": fingerprints[0],
         "environment": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
         "start": {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -87,7 +102,13 @@ def continued(now: dict[str, Any], then: dict[str, Any], step: int) -> dict[str,
     if changed:
         before.append({"until_step": step, **changed})
     # A change of hosts is usual, and TrainingState.resume warns about the number of ranks.
-    if others := [name for name in changed if name not in ("hosts", "world_size")]:
+    others = [name for name in changed if name not in ("hosts", "world_size", "fingerprint")]
+    if names := unlike(changed.get("fingerprint") or {}, now.get("fingerprint") or {}):
+        log.warning(
+            f"operations give other bits than before step {step} "
+            f"({', '.join(names)}): the weights will be those of no run on one machine"
+        )
+    if others:
         log.warning(
             f"resuming from step {step} with another {', '.join(others)}: manifest.json keeps the "
             "values before it"

@@ -16,6 +16,12 @@ def may_change(default: T) -> T:
     return value
 
 
+def since(default: T, earlier: T) -> T:
+    """Default of an option that is newer than some recorded runs, which had the `earlier` value."""
+    value: T = field(default=default, metadata={"earlier": earlier})
+    return value
+
+
 def refuse_below(options: object, **least: float) -> None:
     """Raise ValueError for an option that is below the least value given here. None is allowed."""
     for name, minimum in least.items():

@@ -29,7 +29,9 @@ def parse(name: str, config_class: type[C], arguments: Sequence[str]) -> tuple[L
     launch_group = ("launch", LaunchOptions, LaunchOptions())
     both = make_dataclass("Options", [launch_group, *groups], frozen=True, kw_only=True)
     both.__doc__ = " "
-    names = [option.name for kind in (LaunchOptions, *kinds.values()) for option in fields(kind)]
+    found = [option for kind in (LaunchOptions, *kinds.values()) for option in fields(kind)]
+    names = [option.name for option in found]
+    names += [f"no-{option.name}" for option in found if option.type in (bool, "bool")]
     with input_errors([f"--{name.replace('_', '-')}" for name in names]):
         if {"-h", "--help"} & set(arguments):  # tyro would join the lines of each paragraph
             print(sys.modules[config_class.__module__].__doc__)
@@ -92,9 +94,13 @@ def _one_line(box: str, known: Sequence[str]) -> str:
     paragraphs = re.split(r"(?m)^[─-]+$", "\n".join(lines))
     text = " ".join(paragraphs[0 if framed or len(paragraphs) == 1 else 1].split())
     text = re.sub(r"^Error parsing (\w+: )?|\. Got errors: .*", "", text).rstrip(" .")
-    unknown = re.search(r"Unrecognized options: (--[\w-]+)", text)
-    if unknown and (near := meant(unknown[1], known)):
-        text += f" (perhaps you meant {near})"
+    unknown = re.search(r"Unrecognized options: --([\w-]+)(, (false|no|0)\b)?", text, re.I)
+    if unknown:
+        near = meant(f"--{unknown[1]}", known)
+        if unknown[2] and f"--no-{near[2:]}" in known:  # as --sync-bn False elsewhere
+            near = f"--no-{near[2:]}"
+        if near:
+            text += f" (perhaps you meant {near})"
     return ". ".join(filter(None, [text, hint(text), "--help lists the options"]))
 
 

@@ -7,18 +7,26 @@ from typing import Any
 import numpy as np
 import torch
 
+from common import log
+from common.kernels import choose_kernels, warm_up
 
-def set_determinism(*, deterministic: bool, cpu_threads: int, tf32: bool) -> None:
-    """Choose the kernels and thread counts that decide a result's bits; call before any CUDA work.
+
+def set_determinism(*, deterministic: bool, portable: bool, cpu_threads: int, tf32: bool) -> None:
+    """Choose the kernels and thread counts that decide a result's bits; call before any operation.
 
     Args:
         deterministic: raise an error for an operation that has no deterministic kernel.
+        portable: on a CPU, compute with kernels that every x86-64 CPU with AVX2 has.
         cpu_threads: threads of an operation on a CPU. They decide how sums are cut, so this is an
             option and never the machine's number of cores.
         tf32: let a GPU round the factors of fp32 products to 10 bits of mantissa.
 
     Source: PyTorch, "Reproducibility" and "Numerical accuracy".
     """
+    if news := choose_kernels(portable=portable):
+        log.warning(news)
+    if cpu_threads > 1:
+        warm_up()
     torch.set_num_threads(cpu_threads)
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32

@@ -8,8 +8,6 @@ import ctypes
 import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
@@ -22,13 +20,6 @@ _CUDA_LIBRARIES = re.compile(
     r"lib(cublas|cudart|cudnn|cufft|cufile|curand|cusolver|cusparse|nccl\.|nvJitLink|nvrtc|"
     r"nvshmem|nvToolsExt)"
 )
-
-_ASK_NCCL = """\
-import ctypes, sys
-number = ctypes.c_int()
-ctypes.CDLL(sys.argv[1]).ncclGetVersion(ctypes.byref(number))
-print(number.value)
-"""
 
 
 def stacks() -> dict[str, dict[str, str]]:
@@ -92,37 +83,14 @@ def strangers() -> list[str]:
     ]
 
 
-def check_environment(stack: str | None = None) -> None:
-    """Refuse a system without a folder for temporary files; in an image, another NCCL, too.
-
-    The NCCL is one that environment variables bring. Called before torch is imported: a preloaded
-    NCCL can break the import (pytorch#122571). An NCCL in LD_LIBRARY_PATH is not loaded by torch,
-    but by plugins and test programs.
-
-    Raises:
-        InputError: the NCCL's with both versions, the file and the variable.
-    """
+def check_environment() -> None:
+    """Raise InputError on a system without a folder for temporary files, which torch needs."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:
         raise InputError(
             f"{error.strerror}: torch needs one: set TMPDIR, or in a container give --tmpfs /tmp"
         ) from None
-    stack = stack or os.environ.get("RECIPES_STACK")
-    for variable in ("LD_PRELOAD", "LD_LIBRARY_PATH") if stack else ():
-        for entry in filter(None, re.split("[: ]", os.environ.get(variable, ""))):
-            path = Path(entry) if variable == "LD_PRELOAD" else Path(entry, "libnccl.so.2")
-            if not path.name.startswith("libnccl.so") or not path.is_file():
-                continue
-            # In another process: loaded here, it would stay.
-            command = [sys.executable, "-c", _ASK_NCCL, str(path)]
-            said = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-            found = {"nccl": _dotted(int(said)) if said.isdecimal() else "unknown"}
-            for difference in differences(str(stack), found):
-                what = "this file" if variable == "LD_PRELOAD" else f"only {path.parent}"
-                raise InputError(
-                    f"{variable} brings {difference} ({path}): remove {what} from {variable}"
-                )
 
 
 def check_versions() -> None:

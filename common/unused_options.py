@@ -41,6 +41,8 @@ def _unused(values: Mapping[str, Any]) -> dict[str, str]:
         found["zero_init_residual"] = "--weights holds these weights: leave it out"
     if model == "toy":
         found["norm"] = "the toy has no normalisation: give --model resnet50, or leave it out"
+    if values.get("lr_schedule") == "constant":
+        found["lrf"] = "--lr-schedule constant keeps the rate: leave it out, or choose a cosine"
     if values.get("device") == "cpu":
         found["tf32"] = found["pin_memory"] = "it is for GPUs, and --device is cpu: leave it out"
     return found

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from common.fingerprint import tensor_bytes
 from common.writing import RESUME, write_file
 
 
@@ -14,9 +15,8 @@ def weights_sha256(state_dict: dict[str, Tensor]) -> str:
     """SHA-256 over names, dtypes, shapes and little-endian bytes, in the state_dict's order."""
     digest = hashlib.sha256()
     for name, value in state_dict.items():
-        tensor = value.detach().cpu().contiguous()
-        digest.update(name.encode() + str(tensor.dtype).encode() + str(tensor.shape).encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(name.encode() + str(value.dtype).encode() + str(value.shape).encode())
+        digest.update(tensor_bytes(value))
     return digest.hexdigest()
 
 

@@ -13,13 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from common.errors import InputError
-from common.stack import (
-    differences,
-    mapped_libraries,
-    running_versions,
-    stacks,
-    strangers,
-)
+from common.stack import differences, mapped_libraries, running_versions, stacks, strangers
 
 # What a lock calls the parts of a stack; of the run-time library's version, CUDA's is two numbers.
 _WHEELS = {

@@ -25,6 +25,7 @@ LAUNCHED = {
 COMMANDS = {
     "predict RUN INPUT": "the classes of images, by the model that folder RUN holds",
     "evaluate RUN": "the exact evaluation of a finished run, on its held-out or other samples",
+    "runs [FOLDER]": "all runs: how each ended, what it reached, with which options",
     "doctor": "what on this machine would stop a run, and what to do about it",
     "sample RUN": "write text with the model of a run of fsdp",
     "reproduce RUN": "run the training of folder RUN again: is the result the same?",
@@ -83,7 +84,7 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         end_process(main())
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         end_process(cli.refuse_missing(error))
     except KeyboardInterrupt:  # while torch is imported
         end_process(128 + signal.SIGINT)

@@ -12,32 +12,31 @@ The recipe's options are checked before anything is queued. Use it if a program 
 continues from the run's newest snapshot.
 """
 
-import argparse
-import inspect
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import submitit
+import tyro
 from submitit.helpers import DelayedSubmission
 from submitit.slurm.slurm import _make_sbatch_string
 
 from common import cli
 from common.errors import STATUS_BAD_INPUT, STATUS_STOPPED, InputError
 from common.launch.process import end_process
+from common.parse import input_errors
 from recipes import __main__ as front_door
 
 MAX_RESTARTS = 3
@@ -119,41 +118,42 @@ class Train:
         )
 
 
+@dataclass(frozen=True)
+class Request:
+    """What each job asks for."""
+
+    nodes: int = 1
+    """Hosts per job."""
+    gpus_per_node: int = 0
+    """GPUs on each host. 0: train on CPUs."""
+    ntasks_per_node: Annotated[int | None, tyro.conf.arg(aliases=["--tasks-per-node"])] = None
+    """Ranks on each host. None: one per GPU."""
+    cpus_per_task: int | None = None
+    """Cores per rank, its loading processes included. None: the site's."""
+    time: int = 60
+    """Limit [minutes]."""
+    warning: int = 120
+    """How long before the limit the ranks save and stop [s]."""
+    runs: Path | None = None
+    """Folder of all runs, which every node sees. None: $RUNS, or the repository's runs."""
+    local: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Run the one job here and now, without Slurm."""
+    dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print the sbatch file, and submit nothing."""
+
+
 def submit(recipe: str, options: Sequence[object] = (), **asked: Any) -> Job:
-    """Submit one job; `submit_array` says what may be asked for, and what is raised."""
+    """Submit one job; `Request` says what may be asked for, `submit_array` what is raised."""
     return submit_array(recipe, [options], **asked)[0]
 
 
-def submit_array(
-    recipe: str,
-    options: Sequence[Sequence[object]],
-    *,
-    nodes: int = 1,
-    gpus_per_node: int = 0,
-    ntasks_per_node: int | None = None,
-    cpus_per_task: int | None = None,
-    time: int = 60,
-    warning: int = 120,
-    runs: str | Path | None = None,
-    local: bool = False,
-    dry_run: bool = False,
-    **sbatch: str | int | bool,
-) -> list[Job]:
+def submit_array(recipe: str, options: Sequence[Sequence[object]], **asked: Any) -> list[Job]:
     """Submit jobs that differ only in the recipe's options: one, or an array.
 
     Args:
         recipe: its name.
         options: of the recipe; for each job a list of words, or a string as typed in a shell.
-        nodes: hosts per job (default 1).
-        gpus_per_node: GPUs on each host (default 0: train on CPUs).
-        ntasks_per_node: ranks on each host (default: one per GPU).
-        cpus_per_task: cores per rank, its loading processes included (default: the site's).
-        time: limit [minutes] (default 60).
-        warning: how long before the limit the ranks save and stop [s] (default 120).
-        runs: folder of all runs, which every node sees (default: $RUNS, or the repository's runs).
-        local: run the one job here and now, without Slurm.
-        dry_run: print the sbatch file, and submit nothing.
-        sbatch: its other options, such as partition="gpu", mem="32G", exclusive=True.
+        asked: fields of `Request`; all others go to sbatch: partition="gpu", exclusive=True.
 
     Returns:
         The jobs, in the order of `options`.
@@ -161,6 +161,14 @@ def submit_array(
     Raises:
         InputError: what cannot work, before anything is queued.
     """
+    own = {option.name for option in fields(Request)}
+    request = Request(**{name: asked.pop(name) for name in own & asked.keys()})
+    return _submit(recipe, options, request, asked)
+
+
+def _submit(
+    recipe: str, options: Sequence[Sequence[object]], request: Request, sbatch: dict[str, Any]
+) -> list[Job]:
     known = front_door.recipes()
     if recipe not in known:
         raise InputError(f"no recipe {recipe!r}: there are {', '.join(known)}")
@@ -169,44 +177,45 @@ def submit_array(
             "array: all its tasks would do the same. Give each job its own options: "
             "-- OPTIONS -- OPTIONS, or submit_array in Python"
         )
-    if local and (nodes > 1 or len(options) > 1):
+    if request.local and (request.nodes > 1 or len(options) > 1 or sbatch):
         raise InputError(
-            "--local runs one job on this machine: give --nodes 1 and a single -- OPTIONS"
+            "--local runs one job on this machine: give --nodes 1, a single -- OPTIONS, and no "
+            f"option of sbatch{f' ({next(iter(sbatch))})' if sbatch else ''}"
         )
     one_a_gpu = import_module(f"recipes.{recipe}").LAUNCHED in ("ranks", "spawn")
-    tasks = ntasks_per_node or (max(1, gpus_per_node) if one_a_gpu else 1)
-    if gpus_per_node and one_a_gpu and tasks != gpus_per_node:
+    gpus, cores = request.gpus_per_node, request.cpus_per_task
+    tasks = request.ntasks_per_node or (max(1, gpus) if one_a_gpu else 1)
+    if gpus and one_a_gpu and tasks != gpus:
         raise InputError(
-            f"--ntasks-per-node {tasks} but --gpus-per-node {gpus_per_node}: one rank "
-            "per GPU is needed"
+            f"--ntasks-per-node {tasks} but --gpus-per-node {gpus}: one rank per GPU is needed"
         )
-    own = Path(runs or os.environ.get("RUNS") or ROOT / "runs").resolve() / recipe
-    calls = _check(recipe, options, str(own / f"{'local' if local else 'slurm'}-%j"))
+    own = Path(request.runs or os.environ.get("RUNS") or ROOT / "runs").resolve() / recipe
+    calls = _check(recipe, options, str(own / f"{'local' if request.local else 'slurm'}-%j"))
     folder = own / "submitit"
     python = [sys.executable, "-P"]  # -P: a common.py of the user's folder is not ours
     try:
-        if local:
+        if request.local:
             if one_a_gpu:
                 calls[0].options[:0] = ["--nproc", str(tasks)]
             python = ["bash", "-c", "\n".join([*_set_up(), 'exec "$@"']), "bash", *python]
             here = submitit.LocalExecutor(folder, python=shlex.join(python))
-            here.update_parameters(timeout_min=time, gpus_per_node=gpus_per_node)
+            here.update_parameters(timeout_min=request.time, gpus_per_node=gpus)
             return here.submit_array(calls)
         requeue = {} if "no_requeue" in sbatch else {"requeue": True}
         parameters: dict[str, Any] = {
             "job_name": recipe,
-            "nodes": nodes,
+            "nodes": request.nodes,
             "ntasks_per_node": tasks,
-            "gpus_per_node": gpus_per_node or None,
-            "cpus_per_task": cpus_per_task,
-            "time": time,
-            "signal_delay_s": warning,
+            "gpus_per_node": gpus or None,
+            "cpus_per_task": cores,
+            "time": request.time,
+            "signal_delay_s": request.warning,
             "stderr_to_stdout": True,
             "wckey": None,  # by default it is submitit's name, which some sites refuse
             "additional_parameters": {**requeue, **sbatch},
-            **_script(folder, cpus_per_task),
+            **_script(folder, cores),
         }
-        if dry_run:
+        if request.dry_run:
             command = f"{shlex.join(python)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
             count = len(calls) if len(calls) > 1 else None
             print(_make_sbatch_string(command, folder, map_count=count, **parameters))
@@ -215,7 +224,8 @@ def submit_array(
         slurm.update_parameters(**parameters)
         return slurm.submit_array(calls)
     except submitit.core.utils.FailedJobError as error:
-        raise InputError(f"sbatch refused: {str(error).strip().splitlines()[-1]}") from error
+        said = [line for line in str(error).splitlines() if line.startswith("sbatch: ")]
+        raise InputError(f"sbatch refused: {(said or [str(error).strip()])[-1]}") from error
     except RuntimeError as error:  # there is no srun
         raise InputError(f"{error} Use --local to run here, or --dry-run to see the job") from error
     except OSError as error:
@@ -316,64 +326,50 @@ def follow(job: Job) -> int:
     return 0 if finished else 1
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}. --help lists the options; the recipe's options go after a --")
+@dataclass(frozen=True)
+class _Command(Request):
+    """Any other option, such as --partition gpu or --exclusive, goes to sbatch.
+
+    The recipe's options follow after a --, and those of a second job after one more --.
+    """
+
+    follow: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Show rank 0's log until the end."""
 
 
-def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[list[str]]]:
-    """This file's options, under `submit_array`'s names, and for each job the recipe's."""
+def parse(arguments: Sequence[str]) -> tuple[str, _Command, dict[str, str | bool], list[list[str]]]:
+    """The recipe, this file's options, those of sbatch, and for each job the recipe's."""
     words: list[list[str]] = [[]]
     for word in arguments:
         if word == "--":
             words.append([])
         else:
             words[-1].append(word)
-    parser = _Parser(
-        prog="python slurm/submit.py",
-        usage="%(prog)s RECIPE [options] [-- recipe options] [-- options of a second job ...]",
-        description=(__doc__ or "").partition("\n")[0],
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help=", ".join(front_door.recipes()))
-    # The rest are submit_array's own keywords, with what its docstring says of each.
-    about = dict(re.findall(r"(?m)^        (\w+): (.+)\.$", submit_array.__doc__ or ""))
-    known = inspect.signature(submit_array).parameters
-    for name in (name for name, keyword in known.items() if keyword.kind == keyword.KEYWORD_ONLY):
-        flag = f"--{name.replace('_', '-')}"
-        if known[name].annotation is bool:
-            parser.add_argument(flag, action="store_true", help=about[name])
+    recipe, *own = words[0] or ["--help"]
+    if recipe.startswith("-"):
+        own = [recipe, *own]
+    known = [f"--{option.name.replace('_', '-')}" for option in fields(_Command)]
+    with input_errors(known):
+        command, others = tyro.cli(
+            _Command, prog="python slurm/submit.py RECIPE", args=own, return_unknown_args=True
+        )
+    sbatch: dict[str, str | bool] = {}
+    for word in others:
+        if word.startswith("--"):
+            name, given, value = word[2:].partition("=")
+            sbatch[name.replace("-", "_")] = value if given else True
+        elif not sbatch or [*sbatch.values()][-1] is not True:
+            raise InputError(f"{word}: the recipe's options go after a --. --help lists the others")
         else:
-            kind = int if known[name].annotation in (int, int | None) else str
-            parser.add_argument(flag, type=kind, metavar="X", help=about[name])
-    parser.add_argument(
-        "--tasks-per-node", dest="ntasks_per_node", type=int, help=argparse.SUPPRESS
-    )
-    for name in ("mem", "partition", "account", "qos", "constraint"):
-        parser.add_argument(f"--{name}", metavar="X", help="sbatch's option of this name")
-    parser.add_argument(
-        "--slurm",
-        action="append",
-        metavar="NAME[=X]",
-        help="any other option of sbatch; may be repeated",
-    )
-    parser.add_argument("--follow", action="store_true", help="show rank 0's log until the end")
-    asked = vars(parser.parse_args(words[0]))
-    for text in asked.pop("slurm", []):
-        name, given, value = text.partition("=")
-        if name.replace("-", "_") in known:
-            raise InputError(f"--slurm {text}: give --{name} itself")
-        asked[name.replace("-", "_")] = value if given else True
-    return asked, words[1:] or [[]]
+            sbatch[[*sbatch][-1]] = word
+    return recipe, command, sbatch, words[1:] or [[]]
 
 
 def main() -> int:
     """Run from a command line; returns the exit status."""
     try:
-        asked, options = parse(sys.argv[1:])
-        following = asked.pop("follow", False) or "local" in asked
-        jobs = submit_array(asked.pop("recipe"), options, **asked)
+        recipe, command, sbatch, options = parse(sys.argv[1:])
+        jobs = _submit(recipe, options, command, sbatch)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return STATUS_BAD_INPUT
@@ -383,12 +379,12 @@ def main() -> int:
             flush=True,
         )
     try:
-        return max(map(follow, jobs), default=0) if following else 0
+        return max(map(follow, jobs), default=0) if command.follow or command.local else 0
     except KeyboardInterrupt:
         for job in jobs:
             log = shlex.quote(str(job.paths.stdout))
             more = f"goes on. To follow it: tail -F {log}; to end it: scancel {job.job_id}"
-            print(f"\njob {job.job_id} {'was ended by this' if 'local' in asked else more}")
+            print(f"\njob {job.job_id} {'was ended by this' if command.local else more}")
         return 128 + signal.SIGINT
 
 

@@ -7,10 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
+from common.kernels import choose_kernels
 from tests.helpers.commands import Recipe
 from tests.helpers.pool import Pool
+
+# Some tests train in this process, and some modules compute when they are imported.
+choose_kernels(portable=True)
+torch.set_num_threads(1)  # as ranks do
 
 # By default an example that takes 0.2 s fails its test, and so does one that is slowly drawn.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

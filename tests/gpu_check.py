@@ -4,7 +4,7 @@ One GPU cannot show NCCL between GPUs: that takes one process per GPU. What it s
 at world size 1, several gloo ranks on one card (SyncBatchNorm's law, virtual ranks, fsdp), the same
 bits twice, exact resume, mixed precision, dp_resnet50 and model_parallel_toy on one GPU; then the
 speed of ResNet-50 beside what the card allows, the price of options, fsdp's memory and speed, and
-checkpoint_rnn --compare on cuDNN's LSTM. The laws, which take no times, run four at once.
+checkpoint_rnn's comparison on cuDNN's LSTM. The laws, which take no times, run four at once.
 `python -m tests.gpu_check --device cpu` runs the same with fewer steps and without SyncBatchNorm,
 to try the script itself.
 """
@@ -254,16 +254,8 @@ def checks(device: str, folder: Path) -> dict[str, Checks]:
 
     def checkpointing() -> dict[str, Any]:
         sizes = ("--length", "4096", "--hidden-size", "256", "--input-size", "64")
-        start(
-            folder / "rnn",
-            "checkpoint_rnn",
-            "--device",
-            device,
-            "--compare",
-            "--compare-rounds",
-            "1",
-            *sizes,
-        )
+        command = [sys.executable, "-m", "tools.bench", "checkpoint_rnn", "--device", device]
+        finished([*command, *sizes, "--rounds", "1", "--output", str(folder / "rnn")])
         found = json.loads((folder / "rnn" / "comparison.json").read_text())
         peaks = {int(k): runs[0]["bytes"] for k, runs in found["runs"].items()}
         # A CPU's resident memory varies (torch 2.11).

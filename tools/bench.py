@@ -1,14 +1,13 @@
 """`make bench`: measure, and renew results/ (JSON file, figure) and README.md of what is measured.
 
-    python -m tools.bench [WHAT ...] [--rounds N]   measure
-    python -m tools.bench WHAT --output DIR         measure into DIR; change nothing else
-    python -m tools.bench [WHAT ...] --redraw       renew figures and README.md from the JSON files
-    python -m tools.bench RECIPE --default-run      renew only what README.md shows of `make run`
+    make bench [WHAT="step peers"] [ARGS="--rounds N"]   measure
+    make bench RECIPE=ddp_launch ARGS="--output DIR"     measure into DIR; change nothing else
+    make bench ARGS=--redraw                             draw again from the JSON files
+    make bench RECIPE=NAME ARGS=--default-run            renew what its README.md shows of make run
 
-WHAT is a part of benchmarks/ (default: step, input, snapshots and network), or a recipe that has a
-compare.py. Options that are not listed below go to the recipe, or to peers (--steps, --processes,
---only). `python -m benchmarks`, `python -m benchmarks.peers` and `python -m recipes NAME --compare`
-start this program, too; the last one measures into --output-dir.
+WHAT names parts of benchmarks/ (default: step, input, snapshots and network); RECIPE is one that
+has a compare.py. Options that are not listed below go to the recipe, or to peers (--steps,
+--processes, --only).
 """
 
 import argparse
@@ -18,26 +17,34 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 from common import ROOT, cli
 from common.errors import InputError
 from common.launch.process import end_process, stop_at_once
-from common.launch.start import LaunchOptions
 from common.machine import describe_machine
-from common.output_folder import result_folder
 from common.parse import given_path
 from common.writing import write_json
 from tools.command import Parser, attempt
 from tools.fresh import run_fresh
 
 PARTS = ("step", "input", "snapshots", "network")
-ON_DEMAND = ("learning",)
-"""Takes half an hour, and says nothing about speed."""
+ON_DEMAND = ("learning", "portable")
+"""Measured when named: they take long."""
+
+SHOWN = (
+    "val_accuracy",
+    "val_bits_per_character",
+    "bigram_bits_per_character",
+    "samples_per_s",
+    "weights_sha256",
+)
+"""Rows of a default run's table that the recipe's page shows."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +54,12 @@ class Subject:
     home: Path
     """Folder of README.md and results/."""
     module: str
-    """Has `measure`, which returns tables and what the figure needs, and `draw(result, path)`."""
+    """Has `measure`, which returns tables and what the figure needs, and `draw(result, path)`.
+    What it may have for README.md: see `on_page`."""
     file: str
     """Name of the JSON file and the figure, without suffix."""
     part: str
     """Part of README.md that shows the tables."""
-    command: str
-    """What measures it, after `python -m`."""
     is_recipe: bool = False
     rounds: int = 5
 
@@ -65,25 +71,18 @@ class Subject:
 
 SUBJECTS = {
     **{
-        name: Subject(ROOT / "benchmarks", f"benchmarks.{name}", name, name, f"benchmarks {name}")
+        name: Subject(ROOT / "benchmarks", f"benchmarks.{name}", name, name)
         for name in (*PARTS, *ON_DEMAND)
     },
-    "peers": Subject(
-        ROOT / "benchmarks" / "peers",
-        "benchmarks.peers.compare",
-        "peers",
-        "results",
-        "benchmarks.peers",
-    ),
+    "peers": Subject(ROOT / "benchmarks" / "peers", "benchmarks.peers.compare", "peers", "results"),
     **{
         path.parent.name: Subject(
             path.parent,
             f"recipes.{path.parent.name}.compare",
             "comparison",
             "results",
-            f"recipes {path.parent.name} --compare",
             is_recipe=True,
-            rounds=LaunchOptions.compare_rounds,
+            rounds=3,
         )
         for path in sorted((ROOT / "recipes").glob("*/train.py"))
     },
@@ -118,13 +117,14 @@ def check(names: Sequence[str], given: argparse.Namespace, options: Sequence[str
         )
 
 
-def measure(subject: Subject, rounds: int, options: list[str]) -> dict[str, Any]:
+def measure(name: str, rounds: int, options: list[str]) -> dict[str, Any]:
     """The content of the JSON file."""
+    subject = SUBJECTS[name]
     module = import_module(subject.module)
     machine = describe_machine()  # before: the code that is measured may be edited meanwhile
-    command = ["python", "-m", *subject.command.split(), *options]
+    command = ["python", "-m", "tools.bench", name, *options]
     if rounds != subject.rounds:
-        command += ["--compare-rounds" if subject.is_recipe else "--rounds", str(rounds)]
+        command += ["--rounds", str(rounds)]
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         first = [options] if subject.takes_options else []
@@ -156,22 +156,46 @@ def machine_in_words(about: dict[str, Any]) -> str:
 
 
 def shown(run: dict[str, Any]) -> str:
-    """What a default run printed, in Markdown; of the epochs only the first and the last."""
-    lines = list(run["printed"])
-    epochs = [place for place, line in enumerate(lines) if line.startswith("epoch ")]
-    if len(epochs) > 2:
-        lines[epochs[1] : epochs[-1]] = ["..."]
+    """The lines of a default run that carry its message, in Markdown; the record has all.
+
+    Of a training: the first line, the first and the last epoch, and the rows `SHOWN` of the table.
+    """
+    lines = run["printed"]
+    if epochs := [line for line in lines if line.startswith("epoch ")]:
+        rows = [line for line in lines if line.startswith(tuple(f"  {name} " for name in SHOWN))]
+        lines = [lines[0], epochs[0], "...", *epochs[1:][-1:], *rows]
     text = "\n".join([f"$ {run['started_by']}", *lines]).rstrip()
     about = machine_in_words(run["manifest"])
-    return f"```\n{text}\n```\n\n({about}; [make_run.json](results/make_run.json).)"
+    return f"```\n{text}\n```\n\n({about}; all lines: [make_run.json](results/make_run.json).)"
+
+
+def on_page(name: str, result: dict[str, Any]) -> dict[str, Any]:
+    """A result with the tables that README.md shows; the record has all.
+
+    A module may have `on_page(result)`, which returns shorter tables, or HEADINGS: columns that the
+    page names otherwise or, if empty, leaves out.
+    """
+    module = import_module(SUBJECTS[name].module)
+    tables = module.on_page(result) if hasattr(module, "on_page") else result["tables"]
+    headings = getattr(module, "HEADINGS", {})
+    return {**result, "tables": [renamed(table, headings) for table in tables]}
+
+
+def renamed(table: dict[str, Any], headings: Mapping[str, str]) -> dict[str, Any]:
+    """A table whose columns have the names of a page; an empty one leaves its column out."""
+    names = [headings.get(name, name) for name in table["columns"]]
+    kept = [bool(name) or not old for name, old in zip(names, table["columns"], strict=True)]
+    rows = [list(compress(row, kept)) for row in table["rows"]]
+    return {**table, "columns": list(compress(names, kept)), "rows": rows}
 
 
 def markdown(result: dict[str, Any], file: str = "comparison") -> str:
     """The tables, where they were measured, and the figure; `file` as in Subject."""
     parts = []
     for table in result["tables"]:
-        rows = [table["columns"], ["---"] * len(table["columns"]), *table["rows"]]
-        lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+        rows = [table["columns"], *table["rows"]]
+        heading, *lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+        lines = [heading, "|" + "---|" * len(table["columns"]), *lines]
         parts.append(f"{table['title']}\n\n" + "\n".join(lines))
     about = result["about"]
     parts.append(
@@ -210,13 +234,12 @@ def renew(name: str, given: argparse.Namespace, options: list[str]) -> None:
     """Measure one subject if asked to, and show the result."""
     subject = SUBJECTS[name]
     results, page = subject.home / "results", subject.home / "README.md"
-    folder = result_folder(given.output, name, subject.file) if given.compare else given.output
-    folder = folder or results
+    folder = given.output or results
     file, run = folder / f"{subject.file}.json", results / "make_run.json"
     if not given.redraw:
         folder.mkdir(parents=True, exist_ok=True)
         if not given.default_run:
-            write_json(file, measure(subject, given.rounds or subject.rounds, options))
+            write_json(file, measure(name, given.rounds or subject.rounds, options))
         if subject.is_recipe and folder == results:
             write_json(run, default_run(name))
     elif not file.exists() and not run.exists():
@@ -226,7 +249,8 @@ def renew(name: str, given: argparse.Namespace, options: list[str]) -> None:
         import_module(subject.module).draw(result, file.with_suffix(".png"))
         print(plain(result) + f"\n  {file}, {file.stem}.png")
         if folder == results:
-            put_between(page, *marks(subject.part), markdown(result, subject.file))
+            shorter = on_page(name, result)
+            put_between(page, *marks(subject.part), markdown(shorter, subject.file))
     if folder == results and run.exists():
         put_between(page, *marks("default run"), shown(json.loads(run.read_text())))
 
@@ -242,17 +266,12 @@ def bench(arguments: Sequence[str]) -> None:
     parser.add_argument("what", nargs="*", metavar="WHAT", help=", ".join(SUBJECTS))
     parser.add_argument(
         "--rounds",
-        "--compare-rounds",
-        "--compare_rounds",
         type=int,
         help="rounds in which each variant is measured once (default 5, for recipes 3)",
     )
-    parser.add_argument(
-        "--output", "--output-dir", "--output_dir", type=given_path, help="folder of the results"
-    )
+    parser.add_argument("--output", type=given_path, help="folder of the results")
     parser.add_argument("--redraw", action="store_true", help="measure nothing; draw again")
     parser.add_argument("--default-run", action="store_true", help="run the recipe's defaults only")
-    parser.add_argument("--compare", action="store_true", help=argparse.SUPPRESS)
     given, options = parser.parse_known_args(list(arguments))
     names, recorded = given.what, [n for n, s in SUBJECTS.items() if (s.home / "results").is_dir()]
     if names and names[0] not in (*PARTS, *ON_DEMAND):  # a recipe may have words among its options

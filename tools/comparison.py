@@ -14,10 +14,7 @@ T = TypeVar("T")
 
 
 def run_recipe(
-    name: str,
-    arguments: Sequence[str | Path],
-    folder: Path,
-    env: Mapping[str, str] | None = None,
+    name: str, arguments: Sequence[str | Path], folder: Path, env: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """Run a recipe into `folder`; its summary, and `epoch_s`, the seconds of training per epoch."""
     run_fresh("recipes", [name, *arguments, "--output-dir", folder], env)

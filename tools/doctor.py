@@ -89,13 +89,6 @@ def software(where: Where) -> Iterator[Finding]:
     given, torch_here = os.environ.get("RECIPES_STACK"), version("torch").split("+")[0]
     names = [name for name, parts in stack.stacks().items() if parts["torch"] == torch_here]
     name = given or next(iter(names), None)
-    # An image refuses to run with other versions; a preloaded NCCL can break the import of torch.
-    state = "error" if given or "LD_PRELOAD" in os.environ else "warning"
-    try:
-        if name:
-            stack.check_environment(name)  # before torch is imported
-    except InputError as refused:
-        yield Finding(state, str(refused))
     from common.group.devices import check_driver  # imports torch
 
     try:
@@ -109,6 +102,7 @@ def software(where: Where) -> Iterator[Finding]:
         yield Finding("warning", f"these versions match no stack of this project: {words}", fix)
     elif wrong := stack.differences(name, found) + stack.strangers():
         fix = "remove what was added (LD_PRELOAD, LD_LIBRARY_PATH, pip), or rebuild the environment"
+        state = "error" if given else "warning"  # an image refuses to run with other versions
         yield Finding(state, "; ".join(wrong), fix)
     else:
         yield Finding("ok", f"stack {name}: {words}")
@@ -120,7 +114,7 @@ def devices(where: Where) -> Iterator[Finding]:
 
     from common.group.devices import gpu_count
 
-    count, files = gpu_count(), list(Path("/dev").glob("nvidia[0-9]*"))
+    count, files = gpu_count(), driver.device_files()
     wanted, gave = driver.gpu_files(), driver.slurm_gave_gpus()
     of_host = [] if files or "CUDA_VISIBLE_DEVICES" in os.environ else list(HOST_GPUS.glob("*"))
     if count == 0 and (gave or wanted):
@@ -163,6 +157,27 @@ def devices(where: Where) -> Iterator[Finding]:
             "container settings)"
         )
         yield Finding("warning", f"no peer access between GPUs {', '.join(apart)}", fix)
+
+
+def bits(where: Where) -> Iterator[Finding]:
+    """Where else this machine's bits hold, and fingerprints to compare two machines by."""
+    import torch
+
+    from common.fingerprint import digest, fingerprint
+    from common.kernels import bits_hold_on
+    from common.run.options import RunOptions
+    from common.seeds import set_determinism
+
+    set_determinism(**RunOptions().determinism)
+    cpu = torch.device("cpu")
+    held = bits_hold_on(cpu, portable=True)
+    found = [
+        f"a run on the CPU has the same bits on {held} (fingerprint {digest(fingerprint(cpu))})"
+    ]
+    if where.ranks.launcher == "none" and torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        found.append(f"cuda:0 {name} has fingerprint {digest(fingerprint(torch.device('cuda')))}")
+    yield Finding("ok", "; ".join(found))
 
 
 def network(where: Where) -> Iterator[Finding]:
@@ -306,6 +321,7 @@ def clock(where: Where) -> Iterator[Finding]:
 CHECKS = (
     place,
     software,
+    bits,
     devices,
     network,
     shared_memory,

@@ -24,14 +24,9 @@ import torch
 from common import cli, log
 from common.data.batches import DeviceBatches
 from common.data.datasets import Data, DataOptions, LoaderOptions, load_data
-from common.data.image_folder import (
-    ImageFiles,
-    class_names,
-    images_and_others,
-    left_out,
-    verify,
-)
-from common.data.stream import Samples, eval_batch_size, fixed_batches, make_loader
+from common.data.image_folder import ImageFiles, class_names, images_and_others, left_out, verify
+from common.data.loaders import make_loader
+from common.data.stream import Samples, eval_batch_size, fixed_batches
 from common.data.workers import choose_num_workers
 from common.errors import InputError, TrainingError
 from common.group.collectives import agreed
@@ -44,7 +39,7 @@ from common.launch.ranks import Ranks, resolve
 from common.launch.start import LaunchOptions, launch
 from common.parse import given_path
 from common.reading import refuse_closed
-from common.run.announce import device_in_words
+from common.run.begin import device_in_words
 from common.run.options import RunOptions
 from common.seeds import set_determinism
 from common.terminal import set_up_logs
@@ -138,10 +133,7 @@ def load_classifier(
 ) -> tuple[Parts, bool]:
     """A classifier of images, and whether the samples are the run's own. Calls collectives."""
     options = run.options(
-        DataOptions,
-        num_workers=given.num_workers,
-        download=False,
-        verify_images=False,
+        DataOptions, num_workers=given.num_workers, download=False, verify_images=False
     )
     with agreed():
         model, dtype = run.model(given.weights, device)

@@ -9,7 +9,7 @@ from pathlib import Path
 from common.errors import STATUS_BAD_INPUT, InputError, TrainingError
 from common.launch.process import end_with_parent, python_path
 
-_OF_A_LAUNCHER = (
+OF_A_LAUNCHER = (
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -20,6 +20,7 @@ _OF_A_LAUNCHER = (
     "PMI",
     "RECIPES_",
 )
+"""How the variables of a launcher begin."""
 
 
 def run_fresh(
@@ -48,6 +49,6 @@ def run_fresh(
 
 def fresh_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment without a launcher's variables, and with the project's path."""
-    own = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_LAUNCHER)}
+    own = {k: v for k, v in os.environ.items() if not k.startswith(OF_A_LAUNCHER)}
     given = {**own, **(more or {})}
     return {**given, "PYTHONPATH": python_path(given.get("PYTHONPATH"))}

@@ -32,7 +32,7 @@ from common.launch.ranks import Ranks
 from common.launch.report import say
 from common.parse import given_path
 from common.reading import refuse_closed
-from common.run.announce import device_in_words
+from common.run.begin import device_in_words
 from common.run.options import RunOptions
 from common.seeds import set_determinism
 from tools.command import Parser, attempt

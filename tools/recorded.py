@@ -100,6 +100,7 @@ PREPROCESSING = {
 SUMMARY = {
     "recipe": _TEXT,
     "weights_sha256": _HASH,
+    "preprocessing_sha256": _HASH._replace(optional=True),  # of recipes on images
     "best": Entry(
         "an object with weights_sha256",
         lambda v, _: isinstance(v, dict) and _HASH.holds(v.get("weights_sha256"), v),
@@ -118,21 +119,21 @@ MANIFEST = {
         lambda v, _: isinstance(v, dict) and _whole(v.get("cpu_threads"), 1),
     ),
     "gpus": Entry("a list of names", lambda v, _: _list(v, _text)),
+    "fingerprint": Entry(
+        "an object of texts",
+        lambda v, _: isinstance(v, dict) and all(map(_text, v.values())),
+        optional=True,
+    ),
     "git_commit": Entry(  # git gets it as an argument
         "hexadecimal digits or null",
         lambda v, _: v is None or (_text(v) and re.fullmatch("[0-9a-f]*", v)),
         optional=True,
     ),
     "before": Entry(
-        "a list of objects",
-        lambda v, _: _list(v, lambda one: isinstance(one, dict)),
-        optional=True,
+        "a list of objects", lambda v, _: _list(v, lambda one: isinstance(one, dict)), optional=True
     ),
 }
-METRICS = {
-    "step": Entry("a whole number from 0 on", lambda v, _: _whole(v)),
-    "loss": _NUMBER,
-}
+METRICS = {"step": Entry("a whole number from 0 on", lambda v, _: _whole(v)), "loss": _NUMBER}
 
 
 _KINDS: dict[Any, Entry] = {
@@ -211,7 +212,7 @@ def options_of(folder: Path, config: Content, group: type[G], **other: Any) -> G
     """An option group with the values that a run had, and `other` values.
 
     An option that decides no number may be missing, and one that the recipe does not have: the
-    default stands for it.
+    default stands for it. A run of before an option was there had its `earlier` value.
 
     Args:
         folder: of the run.
@@ -227,6 +228,9 @@ def options_of(folder: Path, config: Content, group: type[G], **other: Any) -> G
     for option in fields(group):  # type: ignore[arg-type]
         name, hint = option.name, hints[option.name]
         if name in other or (name not in config and name not in needed):
+            continue
+        if name not in config and "earlier" in option.metadata:
+            values[name] = option.metadata["earlier"]
             continue
         kind = _kind(hint)
         if name not in config or not kind.holds(config[name], config):

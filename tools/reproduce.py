@@ -3,6 +3,9 @@
     make reproduce RUN=runs/ddp_launch/RUN           run its command again, into a new folder
     python -m recipes reproduce RUN --nproc 1        on another number of processes
     python -m recipes reproduce RUN --against RUN2   compare two finished runs; no training
+    python -m recipes reproduce RUN --trace-step 5   hash all that step 5 computes, into run/trace;
+                                                     copy it to another machine, and name it there
+                                                     with --against-trace: which operation differs?
 
 It does not check out or install anything. First it says how this machine, the code and the
 libraries differ from the recorded ones, then it gives one of three verdicts:
@@ -20,14 +23,20 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
 from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
 from common.figure import save_figure
+from common.fingerprint import fingerprint, unlike
 from common.git import git
+from common.group.devices import gpu_count
 from common.identity import decisive, differences
 from common.launch.process import end_with_parent
 from common.launch.start import LaunchOptions
@@ -35,10 +44,21 @@ from common.machine import describe_machine
 from common.output_folder import result_folder
 from common.parse import given_path
 from common.reading import read_metrics, refuse_closed
+from common.run.options import RunOptions
+from common.seeds import set_determinism
+from common.trace import STEP, first_difference, read_traces
 from common.writing import write_json
 from tools.command import Parser, attempt
 from tools.fresh import fresh_environment
-from tools.recorded import CONFIG, MANIFEST, METRICS, checked, read_record, read_summary
+from tools.recorded import (
+    CONFIG,
+    MANIFEST,
+    METRICS,
+    checked,
+    options_of,
+    read_record,
+    read_summary,
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +99,9 @@ def read(folder: Path) -> Recorded:
     return Recorded(folder, manifest, config, summary, losses)
 
 
-def command_again(run: Recorded, launched: str, nproc: int | None, folder: Path) -> list[str]:
+def command_again(
+    run: Recorded, launched: str, nproc: int | None, folder: Path, **other: int
+) -> list[str]:
     """The arguments of `python -m recipes` that repeat the run.
 
     They are those of its command, but with all ranks on this host, and with the seed and the CPU
@@ -107,11 +129,14 @@ def command_again(run: Recorded, launched: str, nproc: int | None, folder: Path)
         "cpu_threads": str(manifest["determinism"]["cpu_threads"]),
         "output_dir": str(folder),
         "resume": "never",
+        **{name: str(value) for name, value in other.items()},
     }
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in [*(option.name for option in fields(LaunchOptions)), *replaced]:
         parser.add_argument(*{f"--{option}", f"--{option.replace('_', '-')}"}, nargs="?")
     _, kept = parser.parse_known_args(words[begin:])
+    if not run.options.get("portable") and "--no-portable" not in kept:
+        kept.append("--no-portable")  # a run of before the option was there
     ranks = ["--nproc", str(nproc or manifest["world_size"])]
     arguments = [name, *(ranks if launched in ("ranks", "spawn") else []), *kept]
     for option, value in replaced.items():
@@ -192,9 +217,15 @@ def _relative(a: float, b: float) -> float:
 
 def causes(result: dict[str, Any]) -> str:
     """What differs between the records, the likeliest cause first."""
-    both = {**result["options"], **result["environment"]}
+    both = {
+        name: values
+        for name, values in {**result["options"], **result["environment"]}.items()
+        # A record of before fingerprints were kept has none.
+        if not (name.startswith("fingerprint.") and None in values)
+    }
     files = [name for name in result["environment"] if name.startswith("changed_files.")]
     first = ["data_fingerprint", *result["options"], "world_size", *files, "git_commit"]
+    first += [name for name in result["environment"] if name.startswith("fingerprint.")]
     first += ["torch", "gpus", "cpu", "cuda"]
     order = [name for name in dict.fromkeys([*first, *both]) if name in both]
     if not order:
@@ -220,6 +251,82 @@ def _word(value: Any) -> str:
     return f"{text[:12]}..." if re.fullmatch(r"(sha256:)?[0-9a-f]{32,}", text) else text
 
 
+def forecast(run: Recorded) -> str:
+    """Whether this machine computes what the record's did: known before it trains again."""
+    then = run.manifest.get("fingerprint")
+    if not then:
+        return ""
+    set_determinism(**options_of(run.folder, run.options, RunOptions).determinism)
+    on_gpu = run.options.get("device") == "cuda" and gpu_count() > 0
+    device = torch.device("cuda" if on_gpu else "cpu")
+    # In a process that ends: CUDA would keep memory on the GPU while the run trains there.
+    with ProcessPoolExecutor(1, get_context("fork")) as child:
+        now = child.submit(fingerprint, device).result()
+    if names := unlike(then, now):
+        return (
+            f"  warning: this machine computes other bits than the record's ({', '.join(names)}): "
+            "the weights will not be identical"
+        )
+    return f"  all {len(now)} operations of the fingerprint have the record's bits on this machine"
+
+
+def train_again(given: argparse.Namespace, one: Recorded, folder: Path) -> int:
+    """Run the recorded command into `folder`/run, and say what differs beforehand; its status."""
+    now = describe_machine()
+    recorded = {name: one.manifest.get(name) for name in now}
+    recorded["gpu"] = next(iter(one.manifest["gpus"]), None)
+    for name, (then, here) in differences(environment(recorded), environment(now)).items():
+        print(f"  {name}: {_word(then)} in the record, {_word(here)} now")
+    if said := forecast(one):
+        print(said)
+    launched = import_module(f"recipes.{one.summary['recipe']}").LAUNCHED
+    step = given.trace_step
+    other = {"max_steps": step} if step else {}
+    arguments = command_again(one, launched, given.nproc, folder / "run", **other)
+    print(f"$ {shlex.join(['python', '-m', 'recipes', *arguments])}", flush=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "recipes", *arguments],
+        env=fresh_environment({STEP: str(step)} if step else {}),
+        preexec_fn=end_with_parent,
+    )
+    return done.returncode
+
+
+def refuse_trace(given: argparse.Namespace, one: Recorded) -> None:
+    """Raise InputError if the options of a trace do not fit each other, or the run."""
+    step, steps, against = given.trace_step, one.summary.get("steps", 1), given.against_trace
+    if step is not None and given.against:
+        raise InputError("--trace-step trains again, and --against does not: give one of them")
+    if step is not None and not 1 <= step <= steps:
+        raise InputError(f"--trace-step must be from 1 to {steps}, the run's last step, got {step}")
+    if against and step is None:
+        raise InputError("--against-trace needs --trace-step, the step that the trace is of")
+    if against and not list(read_traces(against)):
+        raise InputError(f"{against} is no trace: it holds no rank_0.jsonl")
+
+
+def compare_traces(step: int, mine: Path, against: Path | None) -> int:
+    """Say which operation of a step differs first, if there is a trace to compare with."""
+    if against is None:
+        print(f"\n{mine}: hashes of step {step}; on another machine, give it with --against-trace")
+        return STATUS_FINISHED
+    theirs = dict(read_traces(against))
+    found = dict(read_traces(mine))
+    if theirs.keys() != found.keys():
+        raise InputError(
+            f"{against} is of {len(theirs)} ranks, {mine} of {len(found)}: give --nproc"
+        )
+    different = {
+        rank: said for rank in found if (said := first_difference(found[rank], theirs[rank]))
+    }
+    for rank, said in different.items():
+        print(f"rank {rank}: the first difference of step {step} is {said}")
+    if different:
+        return STATUS_FAILED
+    print(f"\nidentical: every operation of step {step}, on every rank")
+    return STATUS_FINISHED
+
+
 def draw(one: Recorded, two: Recorded, path: Path) -> None:
     """Draw both loss curves and their relative difference."""
     steps = sorted(one.losses.keys() & two.losses.keys())
@@ -242,6 +349,7 @@ def reproduce(given: argparse.Namespace) -> int:
     from recipes.__main__ import recipes
 
     one = read(given.run)
+    refuse_trace(given, one)
     if one.summary["recipe"] not in recipes():
         raise InputError(
             f"no recipe {one.summary['recipe']!r} here (recipe in {one.folder}/summary.json): "
@@ -251,21 +359,10 @@ def reproduce(given: argparse.Namespace) -> int:
     if given.against:
         two = read(given.against)
     else:
-        now = describe_machine()
-        recorded = {name: one.manifest.get(name) for name in now}
-        recorded["gpu"] = next(iter(one.manifest["gpus"]), None)
-        for name, (then, here) in differences(environment(recorded), environment(now)).items():
-            print(f"  {name}: {_word(then)} in the record, {_word(here)} now")
-        launched = import_module(f"recipes.{one.summary['recipe']}").LAUNCHED
-        arguments = command_again(one, launched, given.nproc, folder / "run")
-        print(f"$ {shlex.join(['python', '-m', 'recipes', *arguments])}", flush=True)
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "recipes", *arguments],
-            env=fresh_environment(),
-            preexec_fn=end_with_parent,
-        )
-        if done.returncode:
-            return done.returncode  # the run itself has said why
+        if status := train_again(given, one, folder):
+            return status  # the run itself has said why
+        if given.trace_step:
+            return compare_traces(given.trace_step, folder / "run" / "trace", given.against_trace)
         two = read(folder / "run")
     result = compare(one, two, given.tolerance)
     result["cause"] = "" if result["verdict"] == "identical" else causes(result)
@@ -289,6 +386,15 @@ def main(arguments: Sequence[str]) -> int:
         type=given_path,
         metavar="RUN2",
         help="a finished run to compare with, instead of training",
+    )
+    parser.add_argument(
+        "--trace-step", type=int, metavar="N", help="train up to step N, and hash all it computes"
+    )
+    parser.add_argument(
+        "--against-trace",
+        type=given_path,
+        metavar="TRACE",
+        help="a run/trace of another machine: name the first operation of the step that differs",
     )
     parser.add_argument("--nproc", type=int, help="processes; default: as many as recorded")
     parser.add_argument(

@@ -12,6 +12,7 @@ from torchvision.transforms.v2 import functional
 
 from common.errors import InputError
 from common.reading import refuse_closed
+from common.run.finished import preprocessing_sha256
 from common.run.options import RunOptions
 from common.seeds import mixed_precision
 from common.training.models import ModelOptions, build_model, load_matching, read_weights
@@ -125,6 +126,13 @@ def read(folder: Path, *, own: bool = False) -> Trained:
             "train again"
         )
     summary = read_summary(folder)
+    wrote = summary.get("preprocessing_sha256")
+    if seen and wrote and preprocessing_sha256(seen) != wrote:
+        raise InputError(
+            f"{folder}/preprocessing.json is not what the run wrote (preprocessing_sha256 in "
+            f"summary.json): restore it, or run the run's command again with --output-dir {folder},"
+            " which writes it again"
+        )
     return Trained(folder, config, seen, summary, manifest["data_fingerprint"])
 
 

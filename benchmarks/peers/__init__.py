@@ -1,4 +1,4 @@
-"""ddp_launch beside other libraries that do the same training: `make bench-peers`."""
+"""ddp_launch beside other libraries that do the same training: `make bench WHAT=peers`."""
 
 import os
 

@@ -22,7 +22,8 @@ from common.terminal import mebibytes, progress_bar
 from tools.command import Parser
 from tools.comparison import median, spread
 
-CONTESTANTS = ("bare", "ddp_launch", "ddp_launch, again", "accelerate", "fabric", "trainer")
+BEST = "ddp_launch --no-portable"
+CONTESTANTS = ("bare", "ddp_launch", BEST, "accelerate", "fabric", "trainer")
 NEEDS = {"accelerate": "accelerate", "fabric": "lightning", "trainer": "lightning"}
 MODULES = {"bare": "bare"} | {name: f"with_{name}" for name in NEEDS}
 # One thread per rank, the default of ddp_launch and torchrun; no GPU, even if there is one.
@@ -48,6 +49,7 @@ def command_of(name: str, task: Task) -> list[str]:
             save,
             "--output-dir",
             str(task.folder),
+            *(["--no-portable"] if name == BEST else []),
         ]
     torchrun = (
         ["torch.distributed.run", "--standalone", "--nproc-per-node", str(task.processes), "-m"]
@@ -128,7 +130,7 @@ def measure(options: Sequence[str], folder: Path, rounds: int) -> dict[str, Any]
     for name in names:
         if name in NEEDS and not find_spec(NEEDS[name]):
             raise InputError(
-                f"{name} needs {NEEDS[name]}: make bench-peers installs it, or "
+                f"{name} needs {NEEDS[name]}: make bench WHAT=peers installs it, or "
                 "python -m pip install --require-hashes -r docker/stacks/cu132.txt"
                 " -r docker/stacks/peers.txt; or leave it out with --only"
             )
@@ -208,6 +210,30 @@ def tables(runs: dict[str, dict[str, list[Any]]]) -> list[dict[str, Any]]:
         title += "".join(again)
         found.append({"title": title, "columns": columns, "rows": rows})
     return found
+
+
+def on_page(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tables with one column for speed; their titles tell the accuracies."""
+    shorter = []
+    for table in tables(result["runs"]):
+        rows, accuracies = [], []
+        for name, start_up, speed, ratio, saving, between, peak, total, accuracy in table["rows"]:
+            relative_speed = f"1 ({speed} steps/s)" if ratio == "1" else ratio
+            memory = peak.removesuffix(" MiB")
+            rows.append([name, start_up, relative_speed, saving, between, memory, total])
+            accuracies.append(accuracy)
+        title = f"{table['title']} val_accuracy {min(accuracies)} to {max(accuracies)}."
+        columns = [
+            "",
+            "start-up [s]",
+            f"steps/s {table['columns'][3]}",
+            "a snapshot [ms]",
+            "between epochs [ms]",
+            "peak memory [MiB]",
+            "whole command [s]",
+        ]
+        shorter.append({"title": title, "columns": columns, "rows": rows})
+    return shorter
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

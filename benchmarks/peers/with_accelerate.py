@@ -13,11 +13,7 @@ Source: huggingface.co/docs/accelerate, "Launching Accelerate scripts", "Migrati
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import (
-    DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
-    set_seed,
-)
+from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, set_seed
 from torch import nn
 from torch.utils.data import DataLoader
 

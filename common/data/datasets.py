@@ -20,7 +20,7 @@ from common.downloads import download_flower_photos, downloading
 from common.errors import InputError
 from common.group.collectives import agreed
 from common.launch.ranks import Ranks
-from common.option_rules import may_change, refuse_below
+from common.option_rules import may_change, refuse_below, since
 from common.reading import files_below, refuse_closed
 from common.seeds import mix
 
@@ -66,6 +66,9 @@ class DataOptions(LoaderOptions):
     verify_images: bool = may_change(True)
     """imagefolder: decode every image first, to find a bad one early.
     The result is kept in ~/.cache/torch-recipes until a file changes."""
+    augment: bool = since(True, earlier=True)
+    """Change training images at random: digits and fake are shifted; fashion_mnist and cifar10
+    shifted and mirrored; photos cut out, resized and mirrored."""
     image_size: int | None = None
     """Side of the square that the model sees [px].
     None: digits 8, fashion_mnist 28, cifar10 and fake 32, imagefolder 224."""
@@ -167,7 +170,7 @@ def digits_data(options: DataOptions, seed: int) -> Data:
     if options.image_size not in (None, 8):
         images = torch.nn.functional.interpolate(images, options.image_size, mode="bilinear")
     order = np.random.Generator(np.random.PCG64(mix(seed))).permutation(len(images)).tolist()
-    return _in_memory(images, torch.from_numpy(labels), order, seed, mean, std)
+    return _in_memory(options, seed, images, torch.from_numpy(labels), order, mean, std)
 
 
 def read_digits() -> tuple[Any, Any]:
@@ -192,15 +195,21 @@ def fake_data(options: DataOptions, seed: int) -> Data:
     patterns = torch.randn(10, 3, size, size, generator=generator)
     labels = torch.arange(count) % 10
     images = patterns[labels] + 2 * torch.randn(count, 3, size, size, generator=generator)
-    return _in_memory(images, labels, range(count), seed, 0.0, 1.0)
+    return _in_memory(options, seed, images, labels, range(count), 0.0, 1.0)
 
 
 def _in_memory(
-    images: Tensor, labels: Tensor, order: Sequence[int], seed: int, mean: float, std: float
+    options: DataOptions,
+    seed: int,
+    images: Tensor,
+    labels: Tensor,
+    order: Sequence[int],
+    mean: float,
+    std: float,
 ) -> Data:
     """Ten classes; the first 80 % in `order` are for training, the others for validation."""
     cut = len(order) * 4 // 5
-    train = ArraySamples([images, labels], order[:cut], seed, shift=True)
+    train = ArraySamples([images, labels], order[:cut], seed, shift=options.augment)
     val = ArraySamples([images, labels], order[cut:], seed)
     channels, side, _ = images[0].shape
     normal, names = ([mean] * channels, [std] * channels), [str(n) for n in range(10)]
@@ -255,7 +264,8 @@ def torchvision_data(options: DataOptions, seed: int) -> Data:
     crop = v2.RandomCrop(side, padding=side // 8)
     augmented = v2.Compose([plain, crop, v2.RandomHorizontalFlip()])
     try:
-        train = _torchvision_part(options, train=True, transform=augmented)
+        changed = augmented if options.augment else plain
+        train = _torchvision_part(options, train=True, transform=changed)
         val = _torchvision_part(options, train=False, transform=plain)
     except RuntimeError as error:
         raise InputError(
@@ -299,9 +309,10 @@ def image_folder_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
     log.info(f"JPEGs are decoded by {'TorchCodec' if image_folder.fast_jpeg() else 'Pillow'}")
     side = options.image_size or 224
     normal, resize = (IMAGENET_MEAN, IMAGENET_STD), [side * 256 // 224]  # as in center_crop
+    training_crop = image_folder.random_crop if options.augment else image_folder.center_crop
     training, validation = (
         Samples(image_folder.ImageFiles(files, partial(crop, side=side)), part, seed)
-        for part, crop in ((train, image_folder.random_crop), (val, image_folder.center_crop))
+        for part, crop in ((train, training_crop), (val, image_folder.center_crop))
     )
     held_out = [str(files[index][0].relative_to(options.data_path)) for index in val]
     return Data(training, validation, fingerprint, names, 3, side, *normal, resize, held_out)

@@ -1,24 +1,29 @@
-"""From a data set to this rank's batches, loaded by as many processes as are worth it."""
+"""From a data set to this rank's batches: the DataLoader, and the processes that load."""
 
+import signal
+import sys
 from functools import partial
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from common import log
 from common.data.batches import DeviceBatches
 from common.data.datasets import Data, LoaderOptions
-from common.data.stream import GlobalBatches, eval_batch_size, fixed_batches, make_loader
+from common.data.stream import GlobalBatches, Key, Samples, eval_batch_size, fixed_batches
 from common.data.workers import choose_num_workers, fastest_num_workers
-from common.launch.ranks import Ranks
+from common.errors import STOP_SIGNALS
 
 
-def make_loaders(
+def rank_loaders(
     data: Data,
     options: LoaderOptions,
     global_batch_size: int,
     seed: int,
-    ranks: Ranks,
+    share: tuple[int, int],
     device: torch.device,
     dtype: torch.dtype,
     folder: Path,
@@ -28,15 +33,15 @@ def make_loaders(
     The batches come on `device`, floating-point numbers as `dtype`. Calls collectives.
 
     Args:
+        share: number of this rank's share of each batch, and of shares.
         folder: the run's; `--num-workers auto` keeps there what it measured.
 
     Raises:
         InputError: world_size does not divide the batch, the batch is larger than the data, or
             /dev/shm is too small for the loading processes that the user asked for.
     """
-    rank, world_size = ranks.rank, ranks.world_size
-    batches = GlobalBatches(len(data.train), global_batch_size, seed, rank, world_size)
-    held_out = fixed_batches(len(data.val), eval_batch_size(len(data.val)), rank, world_size)
+    batches = GlobalBatches(len(data.train), global_batch_size, seed, *share)
+    held_out = fixed_batches(len(data.val), eval_batch_size(len(data.val)), *share)
     if not options.pin_memory and device.type == "cpu":
         log.warning("--no-pin-memory has no effect on a CPU")
     load = partial(make_loader, pin_memory=options.pin_memory and device.type == "cuda")
@@ -51,3 +56,66 @@ def make_loaders(
         for samples, keys in ((data.train, batches), (data.val, held_out))
     )
     return batches, loader, val_loader
+
+
+def make_loader(
+    samples: Samples,
+    batches: GlobalBatches | list[list[Key]],
+    *,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> DataLoader[Any]:
+    """A DataLoader over `batches`, lists of keys of `samples`; options as `loader_options`."""
+    return Loader(
+        samples,
+        batch_sampler=batches,
+        collate_fn=lambda batch: batch,  # Samples has made it
+        persistent_workers=num_workers > 0,
+        **loader_options(num_workers, pin_memory),
+    )
+
+
+class Loader(DataLoader[Any]):
+    """A DataLoader that is silent about more loading processes than CPU cores.
+
+    `choose_num_workers` says it in one line, and tune_loader tries such numbers on purpose. torch
+    would say it for each DataLoader and each of its iterators, on every rank.
+    """
+
+    def check_worker_number_rationality(self) -> None:
+        """Say nothing."""
+
+
+def loader_options(num_workers: int, pin_memory: bool) -> dict[str, Any]:
+    """What every Loader needs here: it must not disturb training's random numbers or its end.
+
+    Args:
+        num_workers: loading processes; 0 loads in the training process.
+        pin_memory: load into page-locked memory, so that copies to a GPU overlap with training.
+    """
+    return {
+        "num_workers": num_workers,
+        "pin_memory": pin_memory,
+        # Without a generator, each epoch would draw a number from the training's generator.
+        "generator": torch.Generator(),
+        "worker_init_fn": _start_worker,
+        # In a spawned rank the default would be to spawn, which takes 2 s more. A fork is safe,
+        # because loading processes never use the GPU.
+        "multiprocessing_context": "fork" if num_workers else None,
+    }
+
+
+def _start_worker(_worker: int) -> None:
+    # A scheduler signals every process of a job. A loading process that dies of SIGTERM would turn
+    # an orderly stop into a crash. It ends when its queue closes or its parent is gone.
+    for number in (*STOP_SIGNALS, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    sys.excepthook = _show_all_but_lost_connections
+
+
+def _show_all_but_lost_connections(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    # A rank that ends while it receives a batch reports its own error.
+    if not issubclass(kind, ConnectionError | EOFError):
+        sys.__excepthook__(kind, error, trace)

@@ -6,10 +6,7 @@ on where a run was resumed. So a run can resume in the middle of an epoch, and t
 samples at any world size.
 """
 
-import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -17,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import Dataset, default_collate
 
 from common.data.broken import make_batch, read_sample
-from common.errors import STOP_SIGNALS, InputError, multiples_near
+from common.errors import InputError, multiples_near
 from common.seeds import mix, rng_state, seed_cpu, set_rng_state
 
 Key = tuple[int, int]
@@ -168,66 +165,3 @@ def fixed_batches(samples: int, batch_size: int, rank: int, world_size: int) -> 
     """
     starts = range(rank * batch_size, samples, world_size * batch_size)
     return [[(0, i) for i in range(s, min(s + batch_size, samples))] for s in starts]
-
-
-def make_loader(
-    samples: Samples,
-    batches: GlobalBatches | list[list[Key]],
-    *,
-    num_workers: int = 0,
-    pin_memory: bool = False,
-) -> DataLoader[Any]:
-    """A DataLoader over `batches`, lists of keys of `samples`; for the options see below."""
-    return Loader(
-        samples,
-        batch_sampler=batches,
-        collate_fn=lambda batch: batch,  # Samples has made it
-        persistent_workers=num_workers > 0,
-        **loader_options(num_workers, pin_memory),
-    )
-
-
-class Loader(DataLoader[Any]):
-    """A DataLoader that is silent about more loading processes than CPU cores.
-
-    `choose_num_workers` says it in one line, and tune_loader tries such numbers on purpose. torch
-    would say it for each DataLoader and each of its iterators, on every rank.
-    """
-
-    def check_worker_number_rationality(self) -> None:
-        """Say nothing."""
-
-
-def loader_options(num_workers: int, pin_memory: bool) -> dict[str, Any]:
-    """What every Loader needs here: it must not disturb training's random numbers or its end.
-
-    Args:
-        num_workers: loading processes; 0 loads in the training process.
-        pin_memory: load into page-locked memory, so that copies to a GPU overlap with training.
-    """
-    return {
-        "num_workers": num_workers,
-        "pin_memory": pin_memory,
-        # Without a generator, each epoch would draw a number from the training's generator.
-        "generator": torch.Generator(),
-        "worker_init_fn": _start_worker,
-        # In a spawned rank the default would be to spawn, which takes 2 s more. A fork is safe,
-        # because loading processes never use the GPU.
-        "multiprocessing_context": "fork" if num_workers else None,
-    }
-
-
-def _start_worker(_worker: int) -> None:
-    # A scheduler signals every process of a job. A loading process that dies of SIGTERM would turn
-    # an orderly stop into a crash. It ends when its queue closes or its parent is gone.
-    for number in (*STOP_SIGNALS, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    sys.excepthook = _show_all_but_lost_connections
-
-
-def _show_all_but_lost_connections(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    # A rank that ends while it receives a batch reports its own error.
-    if not issubclass(kind, ConnectionError | EOFError):
-        sys.__excepthook__(kind, error, trace)

@@ -75,6 +75,11 @@ class Ranks:
             )
 
     @property
+    def share(self) -> tuple[int, int]:
+        """The number of this rank's share of each batch, and of shares."""
+        return self.rank, self.world_size
+
+    @property
     def is_main(self) -> bool:
         """True on the one rank that writes files and talks to the person."""
         return self.rank == 0

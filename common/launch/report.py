@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
@@ -10,10 +11,12 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from common import hints
+from common import hints, log
 from common.errors import (
     STATUS_BAD_INPUT,
     STATUS_FAILED,
@@ -48,6 +51,7 @@ def report(error: Exception, ranks: Ranks) -> int:
     own = expected and not isinstance(error, SampleError)  # else it is in the user's code
     trace = "" if own else "".join(traceback.format_exception(error))
     trace = found.stack if found and found.stack else trace
+    _keep(f"{line}\n{trace}".rstrip())
     elastic = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if elastic and follows:
         time.sleep(1)  # torchrun ends this rank, which then says nothing
@@ -76,6 +80,16 @@ def report(error: Exception, ranks: Ranks) -> int:
         except Exception:  # it records the exception that is being handled
             get_error_handler().record_exception(error)
     return status
+
+
+def _keep(text: str) -> None:
+    """Write what ended this rank into its log in the run's folder, if it has one by now."""
+    record = log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None)
+    for handler in log.handlers:
+        if isinstance(handler, logging.FileHandler) and handler.stream:
+            with contextlib.suppress(OSError):  # the disk is full
+                handler.stream.write(f"{handler.format(record)}\n")
+                handler.flush()
 
 
 def _speaks(ranks: Ranks, elastic: str | None) -> bool:
@@ -194,11 +208,6 @@ def show_cause(
 ) -> int:
     """Show the failure that caused the others; return the exit status of the run.
 
-    A killed rank reports nothing, and its peers report that it is gone: the kill is the cause.
-    The same holds for a rank that called exit.
-    NCCL aborts the peers of a rank that failed by itself: that rank's report is the cause.
-    NCCL's watchdog aborts a rank that waited too long: the rank without its message is the cause.
-
     Args:
         failed: rank and exit status (negative: a signal) of the ranks that ended, in that order.
         silent: ranks that had to be killed because they did not end, and what each was doing.
@@ -208,50 +217,127 @@ def show_cause(
     """
     if all(status == STATUS_STOPPED for _, status in failed) and not early:
         return STATUS_STOPPED if failed else STATUS_FINISHED
-    entries = read_entries(errors)
-    reports = sorted((e for e in entries if "line" in e), key=lambda entry: entry["time"])
-    own = next((entry for entry in reports if not entry["follows"]), None)
-    reported = {entry["rank"] for entry in reports}
     waited = {int(rank) for rank in re.findall(rf"\[Rank (\d+)\].*{hints.WATCHDOG}", said)}
-    explained = -signal.SIGABRT if own or waited or early else None
-    killed = [(r, s) for r, s in failed if s < 0 and s != explained]
-    aborted = {rank: "its own message is above" for rank, s in failed if s == explained}
-    hung = {rank: state for rank, state in (aborted | silent).items() if rank not in waited}
-    mute = [(r, s) for r, s in failed if s > 0 and s != STATUS_STOPPED and r not in reported]
-    busy = set(silent.values()) != {"waiting"}
-    timed_out = waited or any(entry["timed_out"] for entry in reports)
-    late = verdict.verdict(logs) if timed_out and (logs := records_of(entries)) else None
-    host = socket.gethostname()
-    if killed:
-        rank, status = killed[0]
-        name = signal.Signals(-status).name
-        # On a new line, because a progress bar may be on this one.
-        say(f"\nerror: {hints.with_hint(f'rank {rank} on {host} was killed by {name}')}")
-    elif early:
-        rank, status = early[0], dict(failed)[early[0]]
-        ended = f"rank {rank} on {host} ended too early (status {status})"
-        say(f"\nerror: {hints.with_hint(ended)}")
-    elif own:
-        say(f"{own['line']}\n{own['traceback']}")
-        return int(own["status"])
-    elif mute:
-        rank, status = mute[0]
-        say(f"error: rank {rank} on {host} exited with status {status}; its message is above")
-        return STATUS_BAD_INPUT if status == STATUS_BAD_INPUT else STATUS_FAILED
-    elif late and (waited or late.rank in {*dict(failed), *silent}):
-        state = silent.get(late.rank, "waiting")
-        doing = f" stopped answering ({state}): it" if state != "waiting" else ""
-        say(f"error: {f'{late.who}{doing} {late.says}'.strip()}\n{late.stack}")
-    elif waited and not hung:  # the rank that hangs is on another host, and left no record
-        say(f"error: {hints.with_hint(f'rank {min(waited)} on {host}: {hints.WATCHDOG}')}")
-    elif hung and (waited or not reports or (reports[0]["timed_out"] and busy)):
-        rank, state = max(hung.items(), key=lambda item: item[1] != "waiting")
-        say(
-            f"error: rank {rank} on {host} stopped answering ({state}); the other ranks waited "
-            "--timeout-s for it"
-        )
-    else:  # the cause is on another host, or a rank waits for a peer that does not answer
-        ranks = ", ".join(map(str, silent))
-        still = f" (rank {ranks} here went on waiting)" if silent else ""
-        say(f"{reports[0]['line']}{still}\n{reports[0]['traceback']}")
-    return STATUS_FAILED
+    evidence = _Evidence(failed, silent, early, read_entries(errors), waited)
+    rules = (_killed, _early, _own_error, _mute, _late, _watchdog_alone, _hung)
+    found = (rule(evidence) for rule in rules)
+    line, status = next(filter(None, found), None) or _follower(evidence)
+    say(line)
+    return status
+
+
+@dataclass(frozen=True)
+class _Evidence:
+    """What is known of this host's ranks after a failure."""
+
+    failed: Sequence[tuple[int, int]]
+    silent: dict[int, str]
+    early: Sequence[int]
+    entries: list[dict[str, Any]]
+    waited: set[int]
+    """Ranks whose NCCL watchdog spoke: each waited too long for another rank."""
+
+    @cached_property
+    def reports(self) -> list[dict[str, Any]]:
+        """The ranks' errors, the first one first."""
+        return sorted((e for e in self.entries if "line" in e), key=lambda entry: entry["time"])
+
+    @cached_property
+    def own(self) -> dict[str, Any] | None:
+        """The first error that is not about another rank."""
+        return next((entry for entry in self.reports if not entry["follows"]), None)
+
+    @property
+    def abort(self) -> int | None:
+        """The status of ranks that NCCL aborted, if something else explains that."""
+        return -signal.SIGABRT if self.own or self.waited or self.early else None
+
+    @property
+    def hung(self) -> dict[int, str]:
+        """Ranks that did not come to a collective, and what each was doing."""
+        aborted = {r: "its own message is above" for r, s in self.failed if s == self.abort}
+        return {r: doing for r, doing in (aborted | self.silent).items() if r not in self.waited}
+
+
+def _here(rank: int) -> str:
+    return f"rank {rank} on {socket.gethostname()}"
+
+
+# Each rule takes one failure for the cause of the others, and says why: the message and the run's
+# exit status, or None where there is no such failure. The first rule that finds one counts.
+
+
+def _killed(seen: _Evidence) -> tuple[str, int] | None:
+    """A killed rank reports nothing, and its peers report that it is gone."""
+    for rank, status in seen.failed:
+        if status < 0 and status != seen.abort:
+            what = f"{_here(rank)} was killed by {signal.Signals(-status).name}"
+            # On a new line, because a progress bar may be on this one.
+            return f"\nerror: {hints.with_hint(what)}", STATUS_FAILED
+    return None
+
+
+def _early(seen: _Evidence) -> tuple[str, int] | None:
+    """A rank that called exit reports nothing, and its peers report that it is gone."""
+    for rank in seen.early:
+        what = f"{_here(rank)} ended too early (status {dict(seen.failed)[rank]})"
+        return f"\nerror: {hints.with_hint(what)}", STATUS_FAILED
+    return None
+
+
+def _own_error(seen: _Evidence) -> tuple[str, int] | None:
+    """A rank that failed by itself reports that, and NCCL aborts its peers."""
+    own = seen.own
+    return (f"{own['line']}\n{own['traceback']}", int(own["status"])) if own else None
+
+
+def _mute(seen: _Evidence) -> tuple[str, int] | None:
+    """A rank that failed before it could report has printed its message itself."""
+    reported = {entry["rank"] for entry in seen.reports}
+    for rank, status in seen.failed:
+        if status > 0 and status != STATUS_STOPPED and rank not in reported:
+            line = f"error: {_here(rank)} exited with status {status}; its message is above"
+            return line, STATUS_BAD_INPUT if status == STATUS_BAD_INPUT else STATUS_FAILED
+    return None
+
+
+def _late(seen: _Evidence) -> tuple[str, int] | None:
+    """The ranks' records tell which one did not come to which collective."""
+    logs = records_of(seen.entries)
+    if not logs or not (seen.waited or any(entry["timed_out"] for entry in seen.reports)):
+        return None
+    late = verdict.verdict(logs)
+    if not late or not (seen.waited or late.rank in {*dict(seen.failed), *seen.silent}):
+        return None
+    state = seen.silent.get(late.rank, "waiting")
+    doing = f" stopped answering ({state}): it" if state != "waiting" else ""
+    return f"error: {f'{late.who}{doing} {late.says}'.strip()}\n{late.stack}", STATUS_FAILED
+
+
+def _watchdog_alone(seen: _Evidence) -> tuple[str, int] | None:
+    """Ranks here waited for one that hangs on another host, and left no record."""
+    if not seen.waited or seen.hung:
+        return None
+    what = f"{_here(min(seen.waited))}: {hints.WATCHDOG}"
+    return f"error: {hints.with_hint(what)}", STATUS_FAILED
+
+
+def _hung(seen: _Evidence) -> tuple[str, int] | None:
+    """A rank here without a watchdog's message, or one that computes or is stopped."""
+    first, busy = [*seen.reports, None][0], set(seen.silent.values()) != {"waiting"}
+    if not seen.hung or not (seen.waited or not first or (first["timed_out"] and busy)):
+        return None
+    rank, state = max(seen.hung.items(), key=lambda item: item[1] != "waiting")
+    line = (
+        f"error: {_here(rank)} stopped answering ({state}); the other ranks waited --timeout-s "
+        "for it"
+    )
+    return line, STATUS_FAILED
+
+
+def _follower(seen: _Evidence) -> tuple[str, int]:
+    """Else the cause is on another host, or a rank waits for a peer that does not answer."""
+    ranks = ", ".join(map(str, seen.silent))
+    still = f" (rank {ranks} here went on waiting)" if seen.silent else ""
+    first = seen.reports[0]
+    return f"{first['line']}{still}\n{first['traceback']}", STATUS_FAILED

@@ -57,13 +57,9 @@ class LaunchOptions:
     """Restarts after a rank failed or was killed, each from the newest snapshot [restarts].
     On one host; not after bad input or a stop signal. For several hosts: docs/watching.md."""
     shrink: bool = False
-    """Half the processes after a restart that fails before its first step, all of them at the next
-    restart. Needs --restarts and --virtual-ranks, which give the same bits on fewer processes."""
-    compare: bool = False
-    """Instead of training, measure the recipe and its alternatives.
-    For recipes with a compare.py. Result: a table, a figure and comparison.json in --output-dir."""
-    compare_rounds: int = 3
-    """Rounds of --compare [rounds]. Each round measures every alternative; the median counts."""
+    """Start half as many processes after a restart that failed before its first step, because a
+    device may be gone; the restart after that tries all of them again.
+    Needs --restarts, and --virtual-ranks, with which fewer processes give the same bits."""
     check: bool = False
     """Do all but train: options, data, model, folder, snapshot. Status 0 and what the run would do,
     or status 2 and what is wrong; nothing is kept. Under torchrun, srun or mpirun, and for several
@@ -71,9 +67,7 @@ class LaunchOptions:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be started."""
-        refuse_below(self, nproc=1, compare_rounds=1, restarts=0)
-        if self.compare_rounds != LaunchOptions.compare_rounds and not self.compare:
-            raise ValueError("--compare-rounds has no effect without --compare")
+        refuse_below(self, nproc=1, restarts=0)
         if not 0 <= self.node_rank < self.nnodes:
             raise ValueError(f"--node-rank {self.node_rank} must lie in 0..{self.nnodes - 1}")
         if self.nnodes > 1 and not self.address:

@@ -1,4 +1,23 @@
 """What a run leaves and how it goes on: its folder, its record, snapshots, stop and resume.
 
-The recipe calls it between two steps. Nothing here computes a gradient.
+The recipe calls it around its steps, and computes the gradients and takes the steps itself.
 """
+
+from common.run.begin import announce, begin, set_up
+from common.run.folder import Run
+from common.run.loop import Loop
+from common.run.micro_batches import MicroBatches
+from common.run.options import RunOptions
+from common.run.parts import make_loaders, make_model
+
+__all__ = [
+    "Loop",
+    "MicroBatches",
+    "Run",
+    "RunOptions",
+    "announce",
+    "begin",
+    "make_loaders",
+    "make_model",
+    "set_up",
+]

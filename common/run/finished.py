@@ -1,7 +1,8 @@
 """Whether the files of a finished run are all there, and as the run wrote them."""
 
+import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,12 @@ import torch
 from common.errors import InputError
 from common.reading import read_metrics
 from common.weights import weights_sha256
+
+
+def preprocessing_sha256(seen: Mapping[str, Any]) -> str:
+    """SHA-256 of what preprocessing.json says of pixels and model; its user may rename classes."""
+    kept = {key: value for key, value in seen.items() if key != "classes"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def lost_file(folder: Path, summary: dict[str, Any], records: Iterable[str]) -> str:
@@ -26,12 +33,15 @@ def lost_file(folder: Path, summary: dict[str, Any], records: Iterable[str]) -> 
     name = ""
     try:
         for name in records:
-            json.loads((folder / name).read_text(encoding="utf-8"))
+            content = json.loads((folder / name).read_text(encoding="utf-8"))
+            wrote = summary.get("preprocessing_sha256") if name == "preprocessing.json" else None
+            if wrote and preprocessing_sha256(content) != wrote:
+                return name
         name = "metrics.jsonl"
         last = read_metrics(folder)[-1]
         if last["step"] != summary["steps"] or "train_loss" not in last:
             return name
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return name
     altered = [key for key, value in last.items() if key in summary and summary[key] != value]
     if altered:

@@ -19,6 +19,7 @@ from common.errors import InputError, TrainingError
 from common.git import changes
 from common.group.collectives import agreed, broadcast
 from common.identity import Options, decisive, refuse_another_run, refuse_unlike_rank_0
+from common.kernels import bits_hold_on
 from common.launch.ranks import Ranks
 from common.launch.report import leave
 from common.manifest import continued, describe_run
@@ -28,7 +29,7 @@ from common.reading import read_json
 from common.run.check import folder_of_check
 from common.run.claim import claim, refuse_in_data, refuse_unwritable
 from common.run.curves import Curves
-from common.run.finished import lost_file
+from common.run.finished import lost_file, preprocessing_sha256
 from common.run.options import MAY_DIFFER_BY_HOST, RunOptions, flatten
 from common.snapshots.snapshot_files import newest_name
 from common.snapshots.state import TrainingState
@@ -88,9 +89,20 @@ class Run:
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(file)
         log.info(f"output_dir: {self.folder}")
+        if self.devices[0].type == "cpu":
+            faster = self.options.portable and torch.cpu._is_avx512_supported()
+            more = "; --no-portable trains faster here, to other bits" if faster else ""
+            log.info(f"the same bits on {self._bits_hold_on}{more}")
         self._metrics: Any = None
         self._metrics_hash, self._metrics_bytes = hashlib.sha256(), 0
         self._curves: Curves | None = None
+        self._hashes: dict[str, str] = {}
+
+    @property
+    def _bits_hold_on(self) -> str:
+        # fp16 was not tried on other CPUs; torch.compile compiles for the CPU that is there.
+        other = self.options.precision == "fp16" or self._values.get("compile")
+        return bits_hold_on(self.devices[0], portable=self.options.portable and not other)
 
     def resolve(self, **options: Any) -> None:
         """Record what an `auto` was resolved to, in config.json and in the run's identity."""
@@ -167,8 +179,11 @@ class Run:
                     # A run that goes on beyond its end has not finished any more.
                     (self._here / "summary.json").unlink(missing_ok=True)
                 self._write_record(manifest, state.step, global_batch_size)
-                for name, content in _records(data, self._values).items():
+                records = _records(data, self._values)
+                for name, content in records.items():
                     write_json(self.folder / name, content)
+                if seen := records.get("preprocessing.json"):
+                    self._hashes = {"preprocessing_sha256": preprocessing_sha256(seen)}
                 with writing(self.folder / "metrics.jsonl"):
                     part_from_copies(self._here / "metrics.jsonl")
                     self._metrics = (self._here / "metrics.jsonl").open("ab+")
@@ -265,8 +280,10 @@ class Run:
             "world_size": self.ranks.world_size,
             **summary,
             **({} if self.options.deterministic else {"deterministic": False}),
+            "bits_hold_on": self._bits_hold_on,
             "elapsed_s": round(time.monotonic() - self._started_s, 3),
             "weights_sha256": weights_sha256(weights),
+            **self._hashes,
         }
         write_json(self.folder / "summary.json", content)
         self._close_curves()
@@ -277,7 +294,8 @@ class Run:
 
     def _show(self, summary: dict[str, Any]) -> None:
         model = f"{self.folder / 'model.pt'} (how to use it: docs/use.md)"
-        show_table({**summary, "output_dir": str(self.folder), "model": model})
+        shown = {key: value for key, value in summary.items() if key != "preprocessing_sha256"}
+        show_table({**shown, "output_dir": str(self.folder), "model": model})
 
 
 def _records(data: Data, options: Options) -> dict[str, Any]:

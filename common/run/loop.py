@@ -6,12 +6,13 @@ resume depends, is here in one place.
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from common import log, restart
 from common.data.datasets import Data
@@ -29,6 +30,7 @@ from common.snapshots import state as snapshot
 from common.snapshots.state import Stateful, TrainingState
 from common.terminal import progress_bar
 from common.throughput import Throughput, peak_memory_bytes
+from common.trace import StepTrace
 from common.training.evaluate import Evaluation, best_metric, explosion, warn_of_unknown_metric
 from common.training.losses import (
     refuse_other_losses,
@@ -36,7 +38,7 @@ from common.training.losses import (
     warn_of_means,
 )
 from common.training.optimizer import ScheduleOptions
-from common.watch.stragglers import PARTS, ComputeTime
+from common.watch.stragglers import ComputeTime
 from common.weights import save_weights, weights_sha256
 
 
@@ -47,14 +49,13 @@ class Loop:
     snapshot (`--snapshot-every`). After an epoch's last step: write a snapshot, evaluate, log, stop
     if any rank was asked to, begin the next epoch.
 
-    `parts` and `mesh` are those of `TrainingState`. Every `check_replicas` steps (0: never), and
-    then before each snapshot too, the ranks compare their replicas of the model and the optimizer.
+    `mesh` is that of `TrainingState`. Every `check_replicas` steps (0: never), and then before each
+    snapshot too, the ranks compare their replicas of the model and the optimizer.
     """
 
     def __init__(
         self,
         run: Run,
-        parts: Mapping[str, Stateful],
         options: ScheduleOptions,
         batches: GlobalBatches,
         data: Data,
@@ -66,28 +67,32 @@ class Loop:
         run.resolve(lr=float(options.lr))  # a snapshot holds plain numbers
         if data.resize:
             run.resolve(image_size=data.side)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=run.devices[0])
-        self.state = TrainingState(parts, loss_sum, mesh)
         self.compute = ComputeTime(run.devices[0])
+        self._trace = StepTrace(run.ranks.rank)
         self._metrics: dict[str, float] = {}
         total_steps = options.epochs * batches.steps_per_epoch
         self.last_step = min(options.max_steps or total_steps, total_steps)
         short = run.options.log_every > self.last_step  # ten points make a curve
         self.log_every = max(1, self.last_step // 10) if short else run.options.log_every
         self._identity = run.identity(batches.global_batch_size, data)
-        self._check_every = check_replicas
+        self._mesh, self._check_every = mesh, check_replicas
         if check_replicas and run.ranks.world_size == 1:
             log.warning("--check-replicas has nothing to compare: there is one rank")
         warn_of_unknown_metric(run.options.best_by, len(data.class_names))
         refuse_targets_of_another_shape()
 
-    def resume(self) -> bool:
+    def resume(self, **parts: Stateful) -> bool:
         """Load the newest snapshot if there is one, and open the run's files.
+
+        Args:
+            parts: of the training state, as `TrainingState` takes them: model, optimizer ...
 
         Returns:
             False if this run is already finished.
         """
-        run, state, seed = self.run, self.state, self.run.options.seed
+        run, seed = self.run, self.run.options.seed
+        loss_sum = torch.zeros((), dtype=torch.float64, device=run.devices[0])
+        self.state = state = TrainingState(parts, loss_sum, self._mesh)
         run.refuse_another_run()
         where = run.options.resume
         if where == "never" and restart.reached().step:  # the run began, as it should
@@ -113,8 +118,13 @@ class Loop:
             log.info(f"each epoch leaves out {left} of {samples:,} samples: they fill no batch")
         return True
 
-    def epochs(self) -> range:
-        """Begin to listen for stop signals; return the epochs still to do, counted from 0."""
+    def epochs(self, ddp: DistributedDataParallel | None = None) -> range:
+        """Begin to listen for stop signals; return the epochs still to do, counted from 0.
+
+        With `ddp`, a rank is found that takes longer than the others between two backward passes.
+        """
+        if ddp is not None:
+            self.compute.follow(ddp)
         devices = self.run.devices
         if folder_of_check():
             end_check(self.run, self.state, self.data, self.batches, self.steps_left)
@@ -122,6 +132,7 @@ class Loop:
         if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is ignored
             signal.signal(signal.SIGINT, self._interrupt)
         self._progress = progress_bar(self.last_step, self.state.step, main=self.run.ranks.is_main)
+        self._trace.before(self.state.step + 1)
         self.compute.start()
         first, end = self.state.epoch, -(-self.last_step // self.batches.steps_per_epoch)
         return range(first, max(end, first + 1))  # perhaps only the last evaluation is missing
@@ -150,6 +161,7 @@ class Loop:
                 are neither one per sample nor a mean.
             StopRequested: a signal came; the state is saved.
         """
+        self._trace.after(self.state.step + 1, self.run.folder / "trace")
         self.compute.end_step()
         run, state, lr = self.run, self.state, self.lr
         begun = self._resumed_from or 0
@@ -169,12 +181,10 @@ class Loop:
         self._progress.set_description_str(epoch, refresh=False)
         self._progress.update()
         if state.step % self.log_every == 0:
-            of_epoch = state.loss_sum / state.batch
-            both = [losses.to(of_epoch).expand_as(of_epoch), of_epoch]  # resumed: (1,) for a mean
-            own = [torch.stack(both).flatten().cpu(), self.compute.halves()]
-            gathered, compute_s = gather_numbers(torch.cat(own)).tensor_split([-PARTS], dim=1)
-            snapshot.refuse_non_finite(gathered, state.step, run.snapshots)
-            loss, mean_loss = (part.flatten().mean().item() for part in gathered.chunk(2, dim=1))
+            of_step, of_epoch, compute_s = self._gather(losses)
+            both = torch.cat([of_step, of_epoch], dim=1)
+            snapshot.refuse_non_finite(both, state.step, run.snapshots)
+            loss, mean_loss = (part.flatten().mean().item() for part in (of_step, of_epoch))
             self._progress.set_postfix_str(f"loss {loss:.4f}, mean {mean_loss:.4f}", refresh=False)
             speed = self._speed.measured()
             run.metrics(state.step, state.epoch, loss=loss, lr=lr, **speed)
@@ -188,7 +198,14 @@ class Loop:
         if saves:
             self.save()
             self._speed.resume()
+        self._trace.before(state.step + 1)
         self.compute.start()
+
+    def _gather(self, losses: Tensor) -> Sequence[Tensor]:
+        """All ranks' losses of this step, means over the epoch, and times, in one message."""
+        parts = [losses, self.state.loss_sum / self.state.batch, self.compute.halves()]
+        own = [part.double().flatten().cpu() for part in parts]
+        return torch.split(gather_numbers(torch.cat(own)), [len(part) for part in own], dim=1)
 
     def _show_slow_ranks(self, compute_s: Tensor, samples_per_s: float = 0.0) -> None:
         step_s = self.batches.global_batch_size / (samples_per_s or 1)

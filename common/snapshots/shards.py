@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import (
-    keystr,
-    tree_leaves_with_path,
-    tree_map_only,
-    tree_map_with_path,
-)
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only, tree_map_with_path
 
 from common.errors import InputError
 from common.snapshots.checked import load_data_only

@@ -21,7 +21,7 @@ from common.owner import refuse_lost
 from common.reading import refuse_closed
 from common.snapshots.checked import checksum, load_data_only, save_checked
 
-FORMAT = 5
+FORMAT = 6
 
 
 class UnsoundError(InputError):

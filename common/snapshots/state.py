@@ -116,7 +116,7 @@ class TrainingState:
             self._group = self._group or group_for_threads()
             self._writing = self._writer.submit(self._write_shard, folder, content, mine, keep)
         elif ranks := gather_to_rank_0(mine):
-            content |= {"ranks": ranks, **parts}
+            content |= {"ranks": ranks, "parts": parts}
             self._writing = self._writer.submit(_write, folder, self.step, content, keep)
         self.saved_step = self.step
 
@@ -184,8 +184,7 @@ class TrainingState:
             ranks = found["ranks"]
             if len(ranks) != found["world_size"]:
                 raise ValueError(f"it is of {len(ranks)} ranks")
-            others = {"format", "identity", "world_size", "ranks", "best", *_POSITION}
-            parts = {name: found[name] for name in found.keys() - others - {"file", "shards"}}
+            parts = found["parts"]
             losses = torch.cat([entry["loss_sum"] for entry in ranks]).chunk(world_size)[rank]
             mine = ranks[rank % len(ranks)]
         if unlike_ours := parts.keys() ^ self.parts.keys():
@@ -247,7 +246,8 @@ def _sizes(names: tuple[str, ...] | None, mesh: list[int] | None) -> str:
 
 def _write(folder: Path, step: int, content: dict[str, Any], keep: int) -> None:
     """In the thread of rank 0: check the weights, write the snapshot, and remove old ones."""
-    _refuse_non_finite_weights(content.get("model", {}), step, folder)
+    if "parts" in content:  # else each rank has checked its shard
+        _refuse_non_finite_weights(content["parts"]["model"], step, folder)
     write(folder, step, content)
     keep_newest(folder, keep)
 

@@ -4,7 +4,7 @@ import contextlib
 import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,10 @@ from common import log
 from common.errors import InputError, TrainingError, multiples_near
 from common.option_rules import may_change, refuse_below
 from common.seeds import rng_state, set_rng_state
-from common.training.models import has_trained_batch_norm
+from common.training.models import has_trained_batch_norm, set_train_mode
+from common.training.optimizer import ScheduleOptions
+
+S = TypeVar("S", bound=ScheduleOptions)
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,8 @@ class ParallelOptions:
     """How the ranks share a step."""
 
     sync_bn: bool = False
-    """BatchNorm over the global batch instead of each rank's slice; GPUs only."""
+    """BatchNorm over the global batch instead of each rank's slice; GPUs only
+    (untried on a GPU)."""
     virtual_ranks: int = 0
     """Shards of each global batch, a power of two. 0: one shard per process.
     1, 2, 4 ... processes, up to this number, give the same bits."""
@@ -68,9 +72,14 @@ class ParallelOptions:
                 "leave out --accumulate, --gradient-compression and --sync-bn"
             )
 
-    def parts_per_rank(self, world_size: int) -> int:
-        """Equal parts into which a rank cuts its share of a batch: micro-batches or shards."""
-        return max(self.accumulate, self.virtual_ranks // world_size)
+    def fit(self, options: S, samples: int, world_size: int) -> tuple[S, int]:
+        """Fit `options` to a data set, and each rank's share to its micro-batches or shards.
+
+        Raises:
+            InputError: as `ScheduleOptions.fit`.
+        """
+        parts = max(self.accumulate, self.virtual_ranks // world_size)
+        return options.fit(samples, world_size, parts)
 
     def micro_batch_size(self, batch_size_per_rank: int) -> int:
         """Samples that a rank computes at once.
@@ -173,7 +182,7 @@ def synchronize_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:
 def warm_up(
     model: nn.Module, sample: Any, batch_size: int, autocast: torch.autocast | None = None
 ) -> None:
-    """Run one backward pass, discard its result, and leave the model in train mode as it was.
+    """Put a model into train mode, run one backward pass and discard its result.
 
     It finds a batch that the model cannot train on, and it makes DDP's buckets final. DDP
     rearranges its buckets after the first backward pass, and a ring all-reduce rounds by a
@@ -198,6 +207,7 @@ def warm_up(
             )
     inputs = tree_map_only(Tensor, lambda x: x.expand(batch_size, *x.shape).contiguous(), sample)
     context = autocast or contextlib.nullcontext()
+    set_train_mode(model)
     with left_as_it_was(model):
         try:  # without the compiler, whose errors do not mention the batch
             with torch.no_grad(), context, torch.compiler.set_stance("force_eager"):

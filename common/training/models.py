@@ -46,9 +46,9 @@ class ModelOptions:
     """Train the last layer only."""
     channels_last: bool = False
     """Memory layout with the channels of a pixel side by side. On CPUs some models are faster.
-    On GPUs with bf16 or fp16 it should be faster, but this has not been measured."""
+    On GPUs with bf16 or fp16 it should be faster (untried on a GPU)."""
     compile: bool = False
-    """Train with torch.compile; on CPUs it may be slower.
+    """Train with torch.compile; on CPUs it may be slower (untried on a GPU).
     It needs a C++ compiler, and up to a minute at the start. Evaluation is not compiled."""
 
     def __post_init__(self) -> None:
@@ -274,8 +274,8 @@ def set_train_mode(model: nn.Module) -> None:
             module.eval()  # with what is below, which is frozen, too
 
 
-def move(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Call `model.to(device, dtype)`, but leave complex numbers complex.
+def move(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Return `model.to(device, dtype)`, but leave complex numbers complex.
 
     torch would keep their real part only (2.15, and it just warns).
     """
@@ -286,6 +286,7 @@ def move(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         return tensor.to(device, dtype.to_complex() if tensor.is_complex() else None)
 
     model._apply(moved)
+    return model
 
 
 def has_trained_batch_norm(model: nn.Module) -> bool:

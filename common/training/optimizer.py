@@ -10,7 +10,7 @@ from torch import nn
 
 from common import log
 from common.errors import InputError
-from common.option_rules import may_change, refuse_below
+from common.option_rules import may_change, refuse_below, since
 
 STEPS_PER_EPOCH = 10
 """The default batch is small enough for so many steps per epoch; a run with fewer warns."""
@@ -30,8 +30,9 @@ class ScheduleOptions:
     """Stop after this many optimizer steps [steps]; the schedule does not change."""
     global_batch_size: int | None = may_change(None)
     """Samples per step over all ranks [samples].
-    None: --batch-size-per-rank times the number of ranks, or near the recipe's default. That is
-    halved, and the default --lr with it, until an epoch of a small data set has 10 steps."""
+    None: --batch-size-per-rank times the number of ranks, or 96 (fsdp: 32; dp_scratch and
+    checkpoint_rnn: 64), or the nearest number that the ranks can share. That is halved, and the
+    default --lr with it, until an epoch of a small data set has 10 steps."""
     batch_size_per_rank: int | None = may_change(None)
     """Samples per step on each rank [samples], in place of --global-batch-size."""
     lr: float = Default(0.1)
@@ -41,8 +42,13 @@ class ScheduleOptions:
     A global batch of 5,000 or more needs --warmup-epochs with it."""
     warmup_epochs: float = 0.0
     """Time over which the learning rate rises linearly from 0 [epochs]."""
+    lr_schedule: Literal["cosine", "cosine-by-epoch", "constant"] = since(
+        "cosine", earlier="cosine"
+    )
+    """Learning rate after the warm-up. cosine: falls at every step; cosine-by-epoch: after each
+    epoch, as in many tutorials; constant: stays."""
     lrf: float = 0.01
-    """Final learning rate as a share of the highest; the schedule is a cosine."""
+    """Final learning rate as a share of the highest, for a cosine schedule."""
 
     default_batch_size: ClassVar[int] = 64
     """Global batch size if no option gives one [samples]."""
@@ -160,8 +166,12 @@ class ScheduleOptions:
         warmup = round(self.warmup_epochs * steps_per_epoch)
         if step < warmup:
             return peak * (step + 1) / warmup
-        rest = max(1, self.epochs * steps_per_epoch - 1 - warmup)
-        cosine = (1 + math.cos(math.pi * min(1.0, (step - warmup) / rest))) / 2
+        if self.lr_schedule == "constant":
+            return peak
+        done, rest = step - warmup, max(1, self.epochs * steps_per_epoch - 1 - warmup)
+        if self.lr_schedule == "cosine-by-epoch":  # the last epoch does not reach the final rate
+            done, rest = step // steps_per_epoch * steps_per_epoch - warmup, rest + 1
+        cosine = (1 + math.cos(math.pi * min(1.0, max(0, done) / rest))) / 2
         return peak * (self.lrf + (1 - self.lrf) * cosine)
 
 

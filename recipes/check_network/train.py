@@ -42,7 +42,7 @@ from common.launch.process import end_process
 from common.launch.ranks import Ranks
 from common.manifest import describe_run
 from common.output_folder import result_folder
-from common.run.announce import device_in_words
+from common.run.begin import device_in_words
 from common.run.options import flatten
 from common.terminal import set_up_logs
 from common.writing import write_json

@@ -13,6 +13,8 @@ from tools.comparison import in_turn, median, run_recipe
 
 DEFAULTS = """--length 8192 --hidden-size 256 --input-size 64 --global-batch-size 32
     --train-samples 96 --val-samples 32 --epochs 1"""
+HEADINGS = {"s/step": ""}
+"""See tools.bench.on_page."""
 
 
 def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, Any]:

@@ -149,7 +149,7 @@ def step_cost(
     dtype, _, _ = mixed_precision(run.precision, device)
     data = make_data(sequence, run.seed)
     model = AddingRNN(network, sequence).to(device, dtype)
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
     memory, times = PeakMemory(device), []
     keys = ([(step, index) for index in range(batch_size)] for step in range(2))
     batches = DeviceBatches(map(data.train.__getitems__, keys), device, dtype)

@@ -9,7 +9,7 @@ the optimizer state are too large.
 
     make run RECIPE=checkpoint_rnn                                      plain
     make run RECIPE=checkpoint_rnn ARGS="--length 8192 --segments auto --memory-budget 100000000"
-    docker run --gpus all IMAGE checkpoint_rnn --segments 20            in the image
+    make image-run RECIPE=checkpoint_rnn ARGS="--segments 20"           in the image
     srun -n 1 python -m recipes checkpoint_rnn --segments 20            one Slurm task
 
 The default learns the adding problem at length 400 in about 20 s on 2 CPU cores: mean squared error
@@ -34,19 +34,13 @@ import torch
 
 from common import cli, log
 from common.data.batches import DeviceBatches
-from common.data.stream import GlobalBatches, fixed_batches, make_loader
-from common.group.devices import choose_device
+from common.data.loaders import make_loader
+from common.data.stream import GlobalBatches, fixed_batches
 from common.group.process_group import process_group
-from common.launch.process import end_process
 from common.launch.ranks import Ranks
 from common.option_rules import may_change, refuse_below
-from common.run.announce import announce
-from common.run.folder import Run
-from common.run.loop import Loop
-from common.run.options import RunOptions
-from common.seeds import mixed_precision, seed_everything, set_determinism
-from common.snapshots.state import Stateful
-from common.terminal import set_up_logs
+from common.run import Loop, Run, RunOptions, begin
+from common.seeds import mixed_precision
 from common.training.evaluate import evaluate
 from common.training.optimizer import Default, ScheduleOptions, set_lr
 from recipes.checkpoint_rnn.adding import (
@@ -109,13 +103,9 @@ class Config:
 def train(config: Config, ranks: Ranks) -> None:
     """Train in this one process; the run's folder is `config.run.output_dir`."""
     options, seed = config.optimizer, config.run.seed
-    set_up_logs(ranks)
 
     # seed
-    set_determinism(**config.run.determinism)
-    seed_everything(seed)
-    device = choose_device(config.run.device, ranks)
-    announce(NAME, config.run, ranks, device)
+    device = begin(NAME, config.run, ranks)
     dtype, _, _ = mixed_precision(config.run.precision, device)
     with process_group(ranks, device, config.run.backend, config.run.timeout_s):
         run = Run(NAME, config, ranks, device)
@@ -141,12 +131,11 @@ def train(config: Config, ranks: Ranks) -> None:
             run.resolve(segments=segments)
 
         # optimizer
-        optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
+        optimizer = torch.optim.Adam(model.parameters(), lr=options.lr, fused=True)
 
         # resume
-        parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer}
-        loop = Loop(run, parts, options, batches, data)
-        if not loop.resume():
+        loop = Loop(run, options, batches, data)
+        if not loop.resume(model=model, optimizer=optimizer):
             return
         model.train()
 
@@ -175,4 +164,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    cli.end_process(main())

@@ -22,6 +22,8 @@ WAYS = {
     "--virtual-ranks 2": ["--virtual-ranks", "2"],
     "--virtual-ranks 4": ["--virtual-ranks", "4"],
 }
+HEADINGS = {"samples/s": "", "peak memory a process": ""}
+"""See tools.bench.on_page."""
 
 
 def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, Any]:

@@ -56,10 +56,7 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
         "peak memory of each device",
         "utilisation of each GPU",
     ]
-    return {
-        "tables": [{"title": title, "columns": columns, "rows": rows}],
-        "runs": runs,
-    }
+    return {"tables": [{"title": title, "columns": columns, "rows": rows}], "runs": runs}
 
 
 def as_arguments(config: Any, leave_out: set[str]) -> list[str]:

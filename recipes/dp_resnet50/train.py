@@ -1,16 +1,16 @@
 """DataParallel: one process copies the model to every GPU in each step.
 
 The batch is split over the GPUs, and each GPU computes on its copy. GPU 0 gathers the outputs and
-the gradients, and takes the step. Many people learn this way first; `--compare` measures it
-against DistributedDataParallel. Use it for a quick try on one machine, and ddp_launch for long
-runs. With fewer than two GPUs it replicates nothing.
+the gradients, and takes the step. Many people learn this way first; `make bench
+RECIPE=dp_resnet50` measures it against DistributedDataParallel. Use it for a quick try on one
+machine, and ddp_launch for long runs. With fewer than two GPUs it replicates nothing.
 
     make run RECIPE=dp_resnet50                                      all visible GPUs, or the CPU
     make run RECIPE=dp_resnet50 ARGS="--device-ids 0 1"              a subset
-    docker run --gpus all IMAGE dp_resnet50                          the same in the image
+    make image-run RECIPE=dp_resnet50                                the same in the image
     srun --ntasks 1 --gpus 4 python -m recipes dp_resnet50           one Slurm task with all GPUs
 
-The default takes about 60 s on 2 CPU cores and reaches a validation accuracy of 0.96.
+The default takes about 100 s on 2 CPU cores and reaches a validation accuracy of 0.96.
 
 Source: PyTorch, "torch.nn.DataParallel"; linear scaling and warm-up: Goyal et al. 2017
 (arXiv 1706.02677), section 2.
@@ -33,22 +33,15 @@ from torch.nn.functional import cross_entropy
 
 from common import cli, log
 from common.data.datasets import DataOptions, load_data
-from common.data.loaders import make_loaders
 from common.errors import InputError, multiples_near
 from common.group.devices import choose_devices
 from common.group.process_group import process_group
-from common.launch.process import end_process
 from common.launch.ranks import Ranks
-from common.run.announce import announce
-from common.run.folder import Run
-from common.run.loop import Loop
-from common.run.options import RunOptions
-from common.seeds import mixed_precision, seed_everything, set_determinism
-from common.snapshots.state import Stateful
-from common.terminal import set_up_logs
+from common.run import Loop, Run, RunOptions, announce, make_loaders, make_model, set_up
+from common.seeds import mixed_precision
 from common.training.ddp import warm_up
 from common.training.evaluate import evaluate
-from common.training.models import ModelOptions, build_model, move, prepare_model, set_train_mode
+from common.training.models import ModelOptions, build_model
 from common.training.optimizer import Default, OptimizerOptions, make_optimizer, set_lr
 from recipes.dp_resnet50.report import Utilization, show_gpus, show_inference
 
@@ -101,11 +94,9 @@ class Autocast(nn.Module):
 def train(config: Config, ranks: Ranks) -> None:
     """Train in this one process; the run's folder is `config.run.output_dir`."""
     options, seed = config.optimizer, config.run.seed
-    set_up_logs(ranks)
 
     # seed
-    set_determinism(**config.run.determinism)
-    seed_everything(seed)
+    set_up(config.run, ranks)
     devices = choose_devices(config.parallel.device_ids, config.run.device)
     device = devices[0]
     announce(NAME, config.run, ranks, device)
@@ -129,15 +120,10 @@ def train(config: Config, ranks: Ranks) -> None:
                 f"--global-batch-size {batch_size} cannot be divided by {len(devices)} devices: "
                 f"{multiples_near(batch_size, len(devices), len(data.train))} samples would do"
             )
-        batches, loader, val_loader = make_loaders(
-            data, config.data, batch_size, seed, ranks, device, dtype, run.folder
-        )
-        run.resolve(num_workers=loader.num_workers)
+        batches, loader, val_loader = make_loaders(run, config.data, data, batch_size, dtype)
 
         # model
-        model = prepare_model(config.model, *data.sizes_for_model, download=config.data.download)
-        run.resolve(**config.model.resolved(data.side))
-        move(model, device, dtype)
+        model = make_model(run, config.model, data, dtype, download=config.data.download)
 
         # parallelise
         # Each forward copies the model to all GPUs and scatters the batch over them. Outputs and
@@ -150,11 +136,9 @@ def train(config: Config, ranks: Ranks) -> None:
         optimizer = make_optimizer(model.parameters(), options, scaled=scaler.is_enabled())
 
         # resume
-        parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer, "scaler": scaler}
-        loop = Loop(run, parts, options, batches, data)
-        if not loop.resume():
+        loop = Loop(run, options, batches, data)
+        if not loop.resume(model=model, optimizer=optimizer, scaler=scaler):
             return
-        set_train_mode(model)
         image, _ = data.train[(0, 0)]
         warm_up(parallel, loader.prepare(image), batch_size, autocast)
 
@@ -194,4 +178,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    cli.end_process(main())

@@ -12,6 +12,9 @@ from recipes.dp_scratch.lesson import LESSON_EPOCHS, plot_lesson
 from recipes.dp_scratch.train import NAME, Config
 from tools.comparison import in_turn, median, run_recipe
 
+HEADINGS = {"test accuracy": "val_accuracy"}
+"""See tools.bench.on_page."""
+
 
 def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, Any]:
     """Train on one device and on all that were asked for."""

@@ -8,7 +8,7 @@ devices. `cpu cpu` works too, but is no faster than `cpu`: both share the cores 
     make run RECIPE=dp_scratch                                       all GPUs, or cpu cpu
     make run RECIPE=dp_scratch ARGS="--devices cuda:0 cuda:1"        these two
     make run RECIPE=dp_scratch ARGS=--show                           scatter and all-reduce, printed
-    docker run --gpus all IMAGE dp_scratch                           the same in the image
+    make image-run RECIPE=dp_scratch                                 the same in the image
     srun --ntasks 1 --gpus 2 python -m recipes dp_scratch            one Slurm task with two GPUs
 
 The default takes about 25 s on 2 CPU cores, reaches a validation accuracy of 0.97, and ends with
@@ -33,20 +33,13 @@ from torch.nn.functional import cross_entropy
 
 from common import cli, log
 from common.data.datasets import DataOptions, load_data
-from common.data.loaders import make_loaders
 from common.errors import InputError
 from common.group.devices import choose_devices
 from common.group.process_group import process_group
-from common.launch.process import end_process
 from common.launch.ranks import Ranks
 from common.option_rules import may_change
-from common.run.announce import announce
-from common.run.folder import Run
-from common.run.loop import Loop
-from common.run.options import RunOptions
-from common.seeds import mixed_precision, seed_everything, set_determinism
-from common.snapshots.state import Stateful
-from common.terminal import set_up_logs
+from common.run import Loop, Run, RunOptions, announce, make_loaders, set_up
+from common.seeds import mixed_precision
 from common.training.evaluate import evaluate
 from common.training.optimizer import Default, ScheduleOptions
 from recipes.dp_scratch.lenet import initialize, lenet, refuse_other_images
@@ -147,11 +140,9 @@ def train_step(replicas: Replicas, images: Tensor, labels: Tensor, lr: float) ->
 def train(config: Config, ranks: Ranks) -> None:
     """Train in this one process; the run's folder is `config.run.output_dir`."""
     options, seed = config.optimizer, config.run.seed
-    set_up_logs(ranks)
 
     # seed
-    set_determinism(**config.run.determinism)
-    seed_everything(seed)
+    set_up(config.run, ranks)
     devices = choose_devices(config.parallel.devices, config.run.device, on_cpu=2)
     device = devices[0]
     announce(NAME, config.run, ranks, device)
@@ -173,18 +164,16 @@ def train(config: Config, ranks: Ranks) -> None:
             )
 
         def load(size: int) -> Any:
-            return make_loaders(data, config.data, size, seed, ranks, device, dtype, run.folder)
+            return make_loaders(run, config.data, data, size, dtype)
 
         batches, loader, val_loader = load(batch_size)
-        run.resolve(num_workers=loader.num_workers)
 
         # model, parallelise
         replicas = Replicas(initialize(dtype), devices)
 
         # resume
-        parts: dict[str, Stateful] = {"model": replicas}
-        loop = Loop(run, parts, options, batches, data)
-        if loop.resume():
+        loop = Loop(run, options, batches, data)
+        if loop.resume(model=replicas):
             # loop
             for epoch in loop.epochs():
                 batches.set_epoch(epoch, loop.state.batch, loop.steps_left)
@@ -215,4 +204,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    cli.end_process(main())

@@ -45,6 +45,17 @@ KEPT = {"DDP": "", "ZeRO-2": "--no-reshard-after-forward", "ZeRO-3": "--reshard-
 """Options of the recipe; DDP is not one of its ways, and is built here."""
 SENT = {"DDP": 2, "ZeRO-2": 2, "ZeRO-3": 3}
 """ZeRO, section 7: sizes of the model that a rank sends per step, times (ranks - 1) / ranks."""
+HEADINGS = {
+    "parameters": "",
+    "gradients": "",
+    "optimizer": "",
+    "activations": "",
+    "these four, of one rank's": "model state",
+    "sent": "",
+    "sizes of the model": "sent [model sizes]",
+    "ZeRO paper, with a ring": "ZeRO paper (ring)",
+}
+"""See tools.bench.on_page. `model state` sums the first three columns and `gathered`."""
 
 
 def paper(way: str, ranks: int) -> float:
@@ -110,7 +121,7 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
                 name,
                 f"{median(found, 'step_s'):.2f}",
                 mebibytes(median(found, "sent")) if sent is not None else "not counted",
-                f"{sent:.2f}" if sent is not None else "",
+                f"{sent:.2f}" if sent is not None else "not counted",
                 f"{formula:.2f}",
             ]
         )

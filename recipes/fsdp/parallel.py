@@ -107,10 +107,7 @@ def parallelise(
     data = mesh["replica", "shard"] if mesh["replica"].size() > 1 else mesh["shard"]
     for block in model.blocks:  # one group of parameters per block, gathered while it computes
         fully_shard(
-            block,
-            mesh=data,
-            mp_policy=policy,
-            reshard_after_forward=options.reshard_after_forward,
+            block, mesh=data, mp_policy=policy, reshard_after_forward=options.reshard_after_forward
         )
     fully_shard(model, mesh=data, mp_policy=policy, reshard_after_forward=False)
 
@@ -184,7 +181,7 @@ def clip_by_global_norm(model: nn.Module, most: float, mesh: DeviceMesh) -> Tens
     for part in counted:
         norm += part.norm().double().square()
     dist.all_reduce(norm)
-    norm.sqrt_()
+    norm = norm.rsqrt().reciprocal()  # sqrt is not the same on every CPU
     for gradient in gradients:
         local_part(gradient)[0].mul_((most / (norm + 1e-6)).clamp(max=1.0))
     return norm

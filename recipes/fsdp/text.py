@@ -25,10 +25,13 @@ VOCABULARY = 256
 """A token is a byte of UTF-8: every text has tokens, and no list of them must be kept."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TextOptions(LoaderOptions):
     """The text to learn; its last tenth is held out for validation."""
 
+    num_workers: int | Literal["auto"] | None = may_change(None)
+    """Loading processes per rank [processes]; None or 0: the training process loads.
+    auto: measured at the start, and remembered in the run's folder."""
     data: Literal["pydoc", "text"] = "pydoc"
     """Text. pydoc: the language reference inside this Python, about 465,000 characters.
     It differs between versions of Python. text: UTF-8 in --data-path."""

@@ -8,7 +8,7 @@ less.
 
     make run RECIPE=fsdp                                                 2 ranks, or all GPUs
     make run RECIPE=fsdp NPROC=4 ARGS="--shard 2 --tensor-parallel 2"    4 ranks
-    docker run --gpus all IMAGE fsdp --replicas 2                        in the image
+    make image-run RECIPE=fsdp ARGS="--replicas 2"                       in the image
     srun python -m recipes fsdp --shard 8 --replicas 4                   one Slurm task per device
 
 The default learns the text of Python's own language reference. It reaches 1.93 bits per character
@@ -33,21 +33,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from common import cli
-from common.data.loaders import make_loaders
 from common.data.stream import eval_batch_size
 from common.errors import STATUS_FINISHED, InputError
 from common.group.devices import choose_device
 from common.group.process_group import process_group
-from common.launch.process import end_process
 from common.launch.ranks import Ranks
 from common.option_rules import may_change, refuse_below
-from common.run.announce import announce
-from common.run.folder import Run
-from common.run.loop import Loop
-from common.run.options import RunOptions
-from common.seeds import seed_everything, set_determinism
-from common.snapshots.state import Stateful
-from common.terminal import set_up_logs
+from common.run import Loop, Run, RunOptions, announce, make_loaders, set_up
 from common.training.evaluate import evaluate
 from common.training.optimizer import Default, ScheduleOptions, set_lr
 from recipes.fsdp.memory import table
@@ -122,11 +114,9 @@ class Config:
 def train(config: Config, ranks: Ranks) -> None:
     """Train as one rank of the run, whose folder is `config.run.output_dir`."""
     options, parallel, seed = config.optimizer, config.parallel, config.run.seed
-    set_up_logs(ranks)
 
     # seed
-    set_determinism(**config.run.determinism)
-    seed_everything(seed)
+    set_up(config.run, ranks)
     device = choose_device(config.run.device, ranks)
     if config.run.precision == "auto":
         chosen = replace(config.run, precision="bf16" if device.type == "cuda" else "fp32")
@@ -143,11 +133,9 @@ def train(config: Config, ranks: Ranks) -> None:
         text = load_text(config.text, seed)
         data = text.data
         options, batch_size = options.fit(len(data.train), shares)
-        part = Ranks(share, share, shares, shares)  # tensor ranks load the same data
-        batches, loader, val_loader = make_loaders(
-            data, config.text, batch_size, seed, part, device, dtype, run.folder
+        batches, loader, val_loader = make_loaders(  # tensor ranks load the same data
+            run, config.text, data, batch_size, dtype, share=(share, shares)
         )
-        run.resolve(num_workers=loader.num_workers)
 
         # model
         with torch.device("meta"):  # without memory: no rank ever holds all of it
@@ -162,9 +150,8 @@ def train(config: Config, ranks: Ranks) -> None:
         optimizer = make_adamw(model, options.lr, options.weight_decay)
 
         # resume
-        parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer}
-        loop = Loop(run, parts, options, batches, data, mesh=mesh)
-        if not loop.resume():
+        loop = Loop(run, options, batches, data, mesh=mesh)
+        if not loop.resume(model=model, optimizer=optimizer):
             return
 
         def score(model: nn.Module, batch: Any) -> dict[str, Tensor] | None:
@@ -214,4 +201,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    cli.end_process(main())

@@ -236,7 +236,7 @@ def clip_gradients(model: nn.Module, largest: float, stages: dist.ProcessGroup |
     if stages is not None:
         square = norm.double().square()
         dist.all_reduce(square, group=stages)
-        norm = square.sqrt()
+        norm = square.rsqrt().reciprocal()  # sqrt is not the same on every CPU
     clip_grads_with_norm_(own, largest, norm)
 
 

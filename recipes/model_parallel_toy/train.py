@@ -10,7 +10,7 @@ faster.
     make run RECIPE=model_parallel_toy                                           split, one process
     make run RECIPE=model_parallel_toy ARGS="--schedule micro --data-parallel 2" 2 processes
     make run RECIPE=model_parallel_toy ARGS="--schedule 1f1b --data-parallel 2"  4 processes
-    docker run --gpus all IMAGE model_parallel_toy --schedule gpipe              in the image
+    make image-run RECIPE=model_parallel_toy ARGS="--schedule gpipe"             in the image
     srun -n 2 python -m recipes model_parallel_toy --schedule gpipe              one task per stage
 
 The default takes about 3 s on 2 CPU cores and reaches a validation accuracy of 0.96 on generated
@@ -33,19 +33,12 @@ if not __package__:  # started as a file: the repository is not on the path yet
 
 from common import cli
 from common.data.datasets import DataOptions, load_data
-from common.data.loaders import make_loaders
 from common.errors import multiples_near
 from common.group.devices import choose_device
 from common.group.process_group import process_group
-from common.launch.process import end_process
 from common.launch.ranks import Ranks
-from common.run.announce import announce
-from common.run.folder import Run
-from common.run.loop import Loop
-from common.run.options import RunOptions
-from common.seeds import mixed_precision, seed_everything, set_determinism
-from common.snapshots.state import Stateful
-from common.terminal import set_up_logs
+from common.run import Loop, Run, RunOptions, announce, make_loaders, set_up
+from common.seeds import mixed_precision
 from common.training.evaluate import evaluate
 from common.training.optimizer import OptimizerOptions, make_optimizer, set_lr
 from recipes.model_parallel_toy.split import (
@@ -100,11 +93,9 @@ class Config:
 def train(config: Config, ranks: Ranks) -> None:
     """Train as one rank of the run, whose folder is `config.run.output_dir`."""
     options, parallel, seed = config.optimizer, config.parallel, config.run.seed
-    set_up_logs(ranks)
 
     # seed
-    set_determinism(**config.run.determinism)
-    seed_everything(seed)  # the same initial weights on every rank
+    set_up(config.run, ranks)  # the same initial weights on every rank
     if parallel.in_processes:
         devices, device = [], choose_device(config.run.device, ranks)
     else:
@@ -127,12 +118,11 @@ def train(config: Config, ranks: Ranks) -> None:
         toy = config.model.model == "toy"
         data = generated_points(seed) if toy else load_data(config.data, seed, ranks)
         options, batch_size = options.fit(len(data.train), replicas, parallel.micro_batch_count)
-        share = Ranks(replica, replica, replicas, replicas)
-        batches, loader, val_loader = make_loaders(  # all stages of a pipeline load the same data
-            data, config.data, batch_size, seed, share, (devices or [device])[0], dtype, run.folder
+        first, share = (devices or [device])[0], (replica, replicas)  # all stages load the same
+        batches, loader, val_loader = make_loaders(
+            run, config.data, data, batch_size, dtype, share=share, device=first
         )
-        micro_batches = parallel.micro_batch_count
-        run.resolve(num_workers=loader.num_workers, micro_batches=micro_batches)
+        run.resolve(micro_batches=parallel.micro_batch_count)
 
         # model
         model = build(config.model, data).to(dtype)
@@ -151,9 +141,8 @@ def train(config: Config, ranks: Ranks) -> None:
         optimizer = make_optimizer(model.parameters(), options)
 
         # resume
-        parts: dict[str, Stateful] = {"model": state, "optimizer": optimizer}
-        loop = Loop(run, parts, options, batches, data, mesh=mesh)
-        if not loop.resume():
+        loop = Loop(run, options, batches, data, mesh=mesh)
+        if not loop.resume(model=state, optimizer=optimizer):
             return
         pipe.train()
         pipe.warm_up(sample, batch_size // replicas)
@@ -187,4 +176,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    cli.end_process(main())

@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
-from common.data.stream import GlobalBatches, Key, Loader, Samples, loader_options
+from common.data.loaders import Loader, loader_options
+from common.data.stream import GlobalBatches, Key, Samples
 from common.errors import InputError, multiples_near
 
 
@@ -98,7 +99,7 @@ def make_stream_loader(
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> DataLoader[Any]:
-    """`common.data.stream.make_loader`, but over a `BatchStream`."""
+    """`common.data.loaders.make_loader`, but over a `BatchStream`."""
     return Loader(
         BatchStream(samples, batches),
         batch_size=None,
@@ -110,11 +111,7 @@ def make_stream_loader(
 
 
 def make_item_loader(
-    samples: Samples,
-    batches: list[list[Key]],
-    *,
-    num_workers: int = 0,
-    pin_memory: bool = False,
+    samples: Samples, batches: list[list[Key]], *, num_workers: int = 0, pin_memory: bool = False
 ) -> DataLoader[Any]:
     """The same batches of one rank, read as if the data had neither an index nor a length."""
     keys = list(chain(*batches))

@@ -7,7 +7,7 @@ this measurement with `--num-workers auto`. Use it if `samples_per_s` of a train
 the speed of the model alone. If the model is slower than loading, the number does not matter.
 
     make run RECIPE=tune_loader ARGS="--data imagefolder --data-path flower_photos"
-    docker run --gpus all IMAGE tune_loader --data imagefolder --data-path /data
+    make image-run RECIPE=tune_loader DOCKER_ARGS=... ARGS=...            see README.md
     srun -n 1 --cpus-per-task 16 python -m recipes tune_loader --data imagefolder --data-path DIR
 
 The default (digits, which are in memory) takes about 3 s on 2 CPU cores and recommends 0.
@@ -31,7 +31,8 @@ import torch
 
 from common import cli, log
 from common.data.datasets import DataOptions, load_data
-from common.data.stream import GlobalBatches, make_loader
+from common.data.loaders import make_loader
+from common.data.stream import GlobalBatches
 from common.data.workers import done, most_workers, recommend, sweep
 from common.figure import save_figure
 from common.group.devices import choose_device
@@ -42,7 +43,7 @@ from common.launch.ranks import Ranks
 from common.manifest import describe_run
 from common.option_rules import refuse_below
 from common.output_folder import result_folder
-from common.run.announce import device_in_words
+from common.run.begin import device_in_words
 from common.run.options import flatten
 from common.terminal import progress_bar, set_up_logs
 from common.throughput import samples_per_s
@@ -184,15 +185,9 @@ def train(config: Config, ranks: Ranks) -> None:
             )
     pin = "--pin-memory" if found["pin_memory"] else "--no-pin-memory"
     advice = f"--num-workers {found['num_workers']}" + (f" {pin}" if device.type == "cuda" else "")
-    log.info(
-        "\n".join(
-            [
-                *lines,
-                f"\nrecommended: {advice} ({found['why']})",
-                f"  {folder}/loader.json, loader.png",
-            ]
-        )
-    )
+    lines.append(f"\nrecommended: {advice} ({found['why']})")
+    lines.append(f"  {folder}/loader.json, loader.png")
+    log.info("\n".join(lines))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

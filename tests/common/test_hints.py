@@ -134,6 +134,9 @@ MESSAGES = [
     ("the driver's libcuda.so.1 is not found", "--gpus all"),
     ("this process may not open /dev/nvidia0 (CUDA error 999: unknown error)", "daemon-reload"),
     ("invalid choice 'cuda:1' for argument '--device'", "CUDA_VISIBLE_DEVICES"),
+    ("Unrecognized options: --local_rank, 0", "every launcher sets it"),
+    ("Unrecognized options: --num_classes, 5", "as many classes as sub-folders"),
+    ("Unrecognized options: False", "a flag takes no value"),
     ("invalid choice 'mpi' for argument '--backend'", "without MPI"),
 ]
 
@@ -210,11 +213,7 @@ NCCL: list[tuple[str, tuple[Any, ...], str]] = [
         "a firewall",
     ),
     ("Connection closed by remote peer %s", ("n2<4567>",), "look for its error"),
-    (
-        "NET/IB: Got completion from peer %s with status=",
-        ("10.0.0.2<4567>",),
-        "look for its error",
-    ),
+    ("NET/IB: Got completion from peer %s with status=", ("10.0.0.2<4567>",), "look for its error"),
     (
         "NET/Socket : peer %s message truncated : receiving %d bytes instead of %d",
         ("10.0.0.2<4567>", 8, 4),

@@ -20,7 +20,7 @@ from common.snapshots.snapshot_files import keep_newest, list_snapshots, write
 from common.watch.record import Watch
 from common.weights import save_weights
 from common.writing import publish, write_bytes, write_json
-from tests.helpers.commands import Recipe, wait_for
+from tests.helpers.commands import Recipe, of_session, wait_for
 from tests.helpers.pool import Pool, call_main
 from tests.helpers.run_folders import LONG, LOST, contents, made_anew, moved
 
@@ -180,6 +180,8 @@ def test_every_rank_of_a_sharded_run_notices_that_the_folder_is_another(recipe: 
     process = recipe.start(*recipe.command("fsdp", *options))
     wait_for(lambda: list_snapshots(run / "snapshots"))
     os.killpg(process.pid, signal.SIGSTOP)
+    # A write that has begun goes on for a moment.
+    wait_for(lambda: all(") T " in line for line in of_session(process.pid)))
     made_anew(run)
     before = contents(run)
     os.killpg(process.pid, signal.SIGCONT)

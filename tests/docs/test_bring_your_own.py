@@ -5,12 +5,14 @@ import itertools
 import json
 import random
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from difflib import ndiff
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,8 +34,8 @@ import recipes
 from common import cli, git, log
 from common.data.batches import DeviceBatches
 from common.data.datasets import ArraySamples, Data, LoaderOptions
-from common.data.loaders import make_loaders
-from common.data.stream import Samples, fixed_batches, make_loader
+from common.data.loaders import make_loader, rank_loaders
+from common.data.stream import Samples, fixed_batches
 from common.errors import InputError, SampleError, TrainingError
 from common.git import without_secrets
 from common.hints import hint
@@ -48,7 +50,7 @@ from common.training.losses import refuse_other_losses, warn_of_means
 from common.training.optimizer import OptimizerOptions
 from common.weights import weights_sha256
 from recipes.ddp_launch import train as ddp_launch
-from tests.helpers.commands import ROOT, Recipe, Result, clean_env
+from tests.helpers.commands import ROOT, Recipe, Result, clean_env, copy_of_repository
 from tests.helpers.machine import need
 from tests.helpers.pool import Pool, in_group
 from tests.helpers.training import run_training, train_model
@@ -57,7 +59,9 @@ from tools.trained import Trained, read
 
 CPU = torch.device("cpu")
 PAGE = (ROOT / "docs" / "bring-your-own.md").read_text()
-CODE, DIFFS = (re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("python", "diff"))
+BEGIN = "How do I train my own model on my own data?"
+IMAGES, TEXT = "Images with float targets", "Text"
+"""Headings of the page. A block of commands follows each."""
 
 
 # The page
@@ -66,47 +70,45 @@ CODE, DIFFS = (re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clone of this repository as it is now, in which a user begins a recipe."""
-    need("git", "make")
-    folder = tmp_path_factory.mktemp("house")
-    listed = [
-        "git",
-        "-C",
-        str(ROOT),
-        "ls-files",
-        "--cached",
-        "--others",
-        "--exclude-standard",
-        "-z",
-    ]
-    names = subprocess.run(listed, capture_output=True, check=True).stdout
-    copy = ["xargs", "-0", "cp", "--parents", "-t", str(folder)]
-    subprocess.run(copy, cwd=ROOT, input=names, check=True)
-    me = ("-c", "user.name=me", "-c", "user.email=me@example.org")
-    for command in (["init", "-q"], ["add", "-A"], [*me, "commit", "-q", "-m", "as it is"]):
-        subprocess.run(["git", *command], cwd=folder, check=True)
-    return folder
+    return copy_of_repository(tmp_path_factory.mktemp("house"))
 
 
-def begin(house: Path, example: int) -> None:
-    """Follow the page: `make new`, then a file and a diff."""
+def commands(heading: str) -> list[str]:
+    """The commands that the page gives first below a heading."""
+    _, section = re.split(rf"(?m)^#+ {re.escape(heading)}\n", PAGE)
+    return section.split("```\n")[1].splitlines()
+
+
+def type_in(house: Path, lines: list[str]) -> None:
+    env = clean_env() | {"PYTHON": sys.executable}
+    subprocess.run(["bash", "-ec", "\n".join(lines)], cwd=house, env=env, check=True)
+
+
+def begin(house: Path, example: str) -> list[str]:
+    """Type the page's commands, up to the training of an example; return the training's options."""
     shutil.rmtree(house / "recipes" / "mine", ignore_errors=True)
-    command = ["make", "-s", "new", "RECIPE=mine"]
-    subprocess.run(command, cwd=house, env=clean_env(), check=True)
-    (house / "recipes" / "mine" / "yours.py").write_text(CODE[example])
-    lines = DIFFS[example].splitlines()[2:]
-    assert sum(line[0] in "+-" for line in lines) <= 25
-    subprocess.run(["git", "apply"], cwd=house, input=DIFFS[example], text=True, check=True)
+    type_in(house, commands(BEGIN))
+    train = house / "recipes" / "mine" / "train.py"
+    before = train.read_text().splitlines()
+    *until_training, training = commands(example)
+    type_in(house, until_training)
+    lines = ndiff(before, train.read_text().splitlines())
+    assert 0 < sum(line[0] in "+-" for line in lines) <= 25
+    words = shlex.split(training)
+    assert words[:3] == ["make", "run", "RECIPE=mine"]
+    return shlex.split(" ".join(words[3:]).removeprefix("ARGS="))
 
 
 @contextmanager
 def as_in(house: Path) -> Iterator[None]:
-    """Import recipes of a house."""
+    """Import recipes of a house, in whose folder the user is."""
     for name in [name for name in sys.modules if name.startswith("recipes.mine")]:
         del sys.modules[name]  # of another example
     importlib.invalidate_caches()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipes, "__path__", [str(house / "recipes")])
         patch.setattr(git, "ROOT", house)
+        patch.chdir(house)
         yield
 
 
@@ -121,7 +123,7 @@ def test_a_recipe_of_ones_own_is_listed_trained_evaluated_and_loaded_as_the_page
     house: Path, recipe: Recipe
 ) -> None:
     """With samples of three parts, of which the third weights the loss, and with a broken one."""
-    begin(house, 0)
+    given = begin(house, IMAGES)
     mine = house / "recipes" / "mine"
     for file, changes in (
         ("yours.py", {"[x, y, side]) / 16": "[x, y, side]) / 16, 1 + index % 2"}),
@@ -136,7 +138,7 @@ def test_a_recipe_of_ones_own_is_listed_trained_evaluated_and_loaded_as_the_page
     env = {"PYTHONPATH": str(house)}
     listed = recipe.module(env=env).stdout
     assert re.search(r"\n  mine +A copy of ddp_launch, yours to change", listed)
-    options = ("--nproc", "1", "--batch-size-per-rank", "96", "--max-steps", "2")
+    options = (*given, "--nproc", "1", "--batch-size-per-rank", "96", "--max-steps", "2")
     done = recipe("mine", *options, env=env).assert_ok()
     assert "warning" not in done.stdout + done.stderr
     assert f"{done.folder}/model.pt (how to use it: docs/use.md)" in done.stdout
@@ -144,7 +146,8 @@ def test_a_recipe_of_ones_own_is_listed_trained_evaluated_and_loaded_as_the_page
     answer = json.loads(again.stdout)
     recorded = ("val_loss", "val_error_px", "val_total", "weights_sha256")
     assert answer == {name: done.summary[name] for name in recorded} | {"held_out": True}
-    script = CODE[2].replace("runs/mine/RUN", str(done.folder))
+    (script,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    script = script.replace("runs/mine/RUN", str(done.folder))
     script += "assert model(torch.zeros(1, 1, 16, 16)).shape == (1, 3)"
     with as_in(house):
         exec(script, {})
@@ -167,15 +170,15 @@ def test_images_on_one_process_and_on_two_resumed_give_one_hash_and_a_record(
     house: Path, pool: Pool, recipe: Recipe
 ) -> None:
     """And `reproduce` names the new file that was changed since."""
-    begin(house, 0)
-    options = ["--virtual-ranks", "2", "--epochs", "2"]
+    options = [*begin(house, IMAGES), "--virtual-ranks", "2", "--epochs", "2"]
     env = {"PYTHONPATH": str(house)}
     whole = recipe("mine", "--nproc", "1", *options, folder="whole", env=env).assert_ok()
     cut = Result(0, "", "", recipe.tmp_path / "cut")
     options += ["--output-dir", str(cut.folder)]
     pool.run(train_mine, 2, house, [*options, "--max-steps", "13"])
     yours = house / "recipes" / "mine" / "yours.py"
-    yours.write_text(f"{CODE[0]}# changed meanwhile\n")
+    example = yours.read_text()
+    yours.write_text(f"{example}# changed meanwhile\n")
     pool.run(train_mine, 2, house, options)
     assert cut.summary["resumed_from"] == 13
     assert cut.sha == whole.sha
@@ -199,9 +202,9 @@ def test_images_on_one_process_and_on_two_resumed_give_one_hash_and_a_record(
     clean = recipe.tmp_path / "clean"
     subprocess.run(["git", "clone", "-q", house, clean], check=True)
     subprocess.run(["git", "apply", begun], cwd=clean, check=True)
-    assert (clean / "recipes" / "mine" / "yours.py").read_text() == CODE[0]
+    assert (clean / "recipes" / "mine" / "yours.py").read_text() == example
 
-    yours.write_text(CODE[0].replace("Dropout(0.1)", "Dropout(0.2)"))
+    yours.write_text(example.replace("Dropout(0.1)", "Dropout(0.2)"))
     again = recipe.start(
         *(sys.executable, "-m", "recipes", "reproduce", whole.folder),
         *("--output-dir", recipe.tmp_path / "again"),
@@ -219,20 +222,21 @@ def test_text_on_one_process_and_on_two_resumed_gives_one_hash(
     house: Path, pool: Pool, tmp_path: Path
 ) -> None:
     """Interrupted in the middle of an epoch."""
-    begin(house, 1)
+    given = begin(house, TEXT)
 
     def run(world_size: int, folder: str, *options: str) -> dict[str, Any]:
-        words = ["--text", str(ROOT / "README.md"), "--global-batch-size", "32"]
-        words += ["--virtual-ranks", "2", "--epochs", "3", *options]
+        words = [*given, "--virtual-ranks", "2", "--epochs", "3", *options]
         words += ["--output-dir", str(tmp_path / folder)]
         pool.run(train_mine, world_size, house, words)
         summary: dict[str, Any] = json.loads((tmp_path / folder / "summary.json").read_text())
         return summary
 
     whole = run(1, "whole")
-    run(2, "cut", "--max-steps", "3")
+    steps_per_epoch = whole["steps"] // 3
+    assert steps_per_epoch > 1
+    run(2, "cut", "--max-steps", str(steps_per_epoch + 1))
     cut = run(2, "cut")
-    assert cut["resumed_from"] == 3
+    assert cut["resumed_from"] == steps_per_epoch + 1
     for name in ("weights_sha256", "train_loss", "val_loss", "val_right"):
         assert cut[name] == whole[name], name
 
@@ -271,7 +275,7 @@ def loaded(ranks: Ranks, source: Any, workers: int) -> tuple[list[Any], list[str
     """One epoch's samples of this rank as it sees them, and the types in a batch."""
     samples = Samples(source, range(len(source)), 7)
     data, options = Data(samples, samples, "90"), LoaderOptions(num_workers=workers)
-    batches, loader, _ = make_loaders(data, options, 30, 7, ranks, CPU, torch.float32, Path())
+    batches, loader, _ = rank_loaders(data, options, 30, 7, ranks.share, CPU, torch.float32, Path())
     batches.set_epoch(1)
     found = list(loader)
     kinds = [str(part.dtype) for part in tree_leaves(found[0]) if isinstance(part, Tensor)]
@@ -470,8 +474,8 @@ def test_bytes_are_images_only_if_the_data_say_how_they_are_normalised() -> None
     samples = Samples(source, range(40), 0)
     for mean, expected in (((0.5,) * 3, torch.float32), ((), torch.uint8)):
         data = Data(samples, samples, "255", mean=mean, std=mean)
-        arguments = (LoaderOptions(), 40, 0, Ranks(), CPU, torch.float32, Path())
-        images, _ = next(iter(make_loaders(data, *arguments)[1]))
+        arguments = (LoaderOptions(), 40, 0, (0, 1), CPU, torch.float32, Path())
+        images, _ = next(iter(rank_loaders(data, *arguments)[1]))
         assert images.dtype == expected
         assert images.unique().item() == (1 if mean else 255)
 
@@ -624,7 +628,7 @@ def evaluated(ranks: Ranks, score: Callable[..., Any], wrap: bool) -> dict[str, 
     model = nn.Sequential(nn.Linear(3, 1), nn.Dropout(0.5)).train()
     samples = Samples(Points(), range(90), 0)
     data, options = Data(samples, samples, "90"), LoaderOptions()
-    loader = make_loaders(data, options, 30, 0, ranks, CPU, torch.float32, Path())[2]
+    loader = rank_loaders(data, options, 30, 0, ranks.share, CPU, torch.float32, Path())[2]
     function: Any = (lambda inputs: model(inputs)) if wrap else model
     result = evaluate(function, loader, 90, score=score)
     assert model.training

@@ -5,14 +5,12 @@ import copy
 import hashlib
 import re
 import shlex
-import struct
 import tarfile
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,7 +20,8 @@ from torch.utils.data import DistributedSampler, IterableDataset
 from torchvision.models import ResNet34_Weights
 
 from common import cli, downloads
-from common.data.stream import GlobalBatches, Loader, fixed_batches, loader_options
+from common.data.loaders import Loader, loader_options
+from common.data.stream import GlobalBatches, fixed_batches
 from common.group.devices import choose_device
 from common.launch.ranks import Ranks, resolve
 from common.training.evaluate import evaluate
@@ -32,7 +31,7 @@ from recipes.dp_resnet50.train import Config as LessonConfig
 from recipes.dp_scratch.train import all_reduce
 from recipes.tune_loader.streams import ItemStream
 from tests.helpers.commands import ROOT, Recipe
-from tests.helpers.images import flowers, served
+from tests.helpers.images import flowers, served, small_fashion_mnist
 from tests.helpers.pool import Pool, call_main, in_group
 
 PAGE = ROOT / "docs" / "what-the-tutorials-get-wrong.md"
@@ -304,19 +303,6 @@ def test_the_page_gives_the_addresses_and_checksums_that_are_used() -> None:
         ResNet34_Weights.DEFAULT.url,
     ):
         assert fact in page
-
-
-def small_fashion_mnist(folder: Path, count: int = 20) -> None:
-    """Fashion-MNIST's four unpacked files in the IDX format, with random images."""
-    random = np.random.default_rng(0)
-    raw = folder / "FashionMNIST" / "raw"
-    raw.mkdir(parents=True)
-    for part in ("train", "t10k"):
-        images = random.integers(0, 255, (count, 28, 28), dtype=np.uint8)
-        labels = (np.arange(count) % 10).astype(np.uint8)
-        for name, array in (("images-idx3", images), ("labels-idx1", labels)):
-            header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
-            (raw / f"{part}-{name}-ubyte").write_bytes(header + array.tobytes())
 
 
 @pytest.mark.slow

@@ -51,7 +51,12 @@ from tools import predict, reproduce, trained
         ("--scale-lr 256 --global-batch-size 5000", "global batch of 5000 needs --warmup-epochs"),
         ("--batch-size 32", "perhaps you meant --global-batch-size or --batch-size-per-rank"),
         ("--batch_size=32", "perhaps you meant --global-batch-size or --batch-size-per-rank"),
-        ("--syncBN", "perhaps you meant --sync-bn"),
+        ("--syncBN", r"perhaps you meant --sync-bn\)"),
+        ("--syncBN False", "perhaps you meant --no-sync-bn"),
+        ("--freeze-layers False", "a flag takes no value: --sync-bn turns it on, --no-sync-bn"),
+        ("--local_rank 0", r"^(?!.*perhaps).*leave it out: every launcher sets it"),
+        ("--num_classes 5", r"^(?!.*perhaps).*leave it out: the data have as many classes"),
+        ("--device 0,1", "GPUs' numbers in CUDA_VISIBLE_DEVICES"),
         ("--nproc_per_node=2", "perhaps you meant --nproc"),
         ("--world-size 4", "perhaps you meant --nproc"),
         ("--dist-url tcp://127.0.0.1:23456", "perhaps you meant --master-addr"),
@@ -62,11 +67,11 @@ from tools import predict, reproduce, trained
         ("--global-batch-size 96 --batch-size-per-rank 48", "not both"),
         ("--data imagefolder", "needs --data-path"),
         ("--data-path photos --model resnet18", "--data-path has no effect: .*--data imagefolder"),
-        ("--compare-rounds 5", "--compare-rounds has no effect without --compare"),
         (
             "--data imagefolder --data-path photos --download",
             "--download has no effect: it gets the flower photos, if",
         ),
+        ("--lrf 0.5 --lr-schedule constant", "--lrf has no effect: --lr-schedule constant keeps"),
         ("--download", "--download has no effect: --data digits needs no download"),
         ("--no-verify-images", "--verify-images has no effect: only --data imagefolder"),
         ("--stem large", "--stem has no effect: only ResNets"),
@@ -408,28 +413,14 @@ def test_a_folder_of_photos_trains_and_writes_its_classes(recipe: Recipe, tmp_pa
     weights = build_model(ModelOptions(model="resnet18"), 3, 1000).state_dict()
     torch.save(weights, tmp_path / "resnet18.pth")
     result = recipe(
-        "ddp_launch",
-        "--data",
-        "imagefolder",
-        "--data-path",
+        *"ddp_launch --data imagefolder --data-path".split(),
         root,
-        "--image-size",
-        "32",
-        "--model",
-        "resnet18",
-        "--weights",
+        *"--image-size 32 --model resnet18 --weights".split(),
         tmp_path / "resnet18.pth",
-        "--freeze-layers",
-        "--sync-bn",
-        "--global-batch-size",
-        "6",
-        "--epochs",
-        "3",
-        "--num-workers",
-        "1",
-        "--epoch-weights",
-        "--lr",
-        "0.02",
+        *(
+            "--freeze-layers --sync-bn --global-batch-size 6 --epochs 3 --num-workers 1 "
+            "--epoch-weights --lr 0.02"
+        ).split(),
     ).assert_ok()
     assert "left out: fc.bias, fc.weight" in result.stdout
     assert "--sync-bn has no effect" in result.stdout

@@ -44,10 +44,7 @@ def test_by_hand_and_by_torchrun(recipe: Recipe, hosts: list[list[str]]) -> None
         recipe.start(
             *host,
             sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            "1",
+            *"-m torch.distributed.run --nproc-per-node 1".split(),
             *meeting(node),
             "-m",
             "recipes.ddp_launch.train",

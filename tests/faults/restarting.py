@@ -3,8 +3,10 @@
 One rank of ddp_launch's default run is killed after its third snapshot, at a random moment. The
 phases go from the kill until the launcher has reaped that rank, until all ranks have ended and the
 launcher starts them again, until rank 0 has found the snapshot, and until its first new step.
+`--redraw` only writes the page again.
 """
 
+import json
 import os
 import random
 import re
@@ -17,6 +19,7 @@ import threading
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from common import ROOT
 from common.machine import describe_machine
@@ -60,21 +63,31 @@ def measure(folder: Path, victim: int) -> list[float]:
     return [b - a for a, b in pairwise(times)] + [times[-1] - times[0]]
 
 
+def text(result: dict[str, Any]) -> str:
+    """The result as sentences."""
+    *phases, all_s = [f"{name} {seconds:.2f} s" for name, seconds in result["median_s"].items()]
+    rounds, most = result["rounds_s"], max(seconds[-1] for seconds in result["rounds_s"])
+    return "\n".join(
+        (
+            f"Medians of {len(rounds)} restarts: {', '.join(phases)};",
+            f"{all_s}. The slowest restart took {most:.2f} s.",
+        )
+    )
+
+
 def main() -> None:
-    """Measure, write, and renew the page."""
-    with tempfile.TemporaryDirectory() as folder:
-        rounds = [measure(Path(folder, str(n)), n % 2) for n in range(ROUNDS)]
-    columns = dict(zip((*PHASES, "all"), zip(*rounds, strict=True), strict=True))
-    median = {name: statistics.median(values) for name, values in columns.items()}
-    about = {"command": "python -m tests.faults.restarting", **describe_machine()}
-    load = os.getloadavg()[2]
-    write_json(RESULT, {**about, "load_15_min": load, "median_s": median, "rounds_s": rounds})
-    lines = [f"| {name} | {seconds:.2f} s |" for name, seconds in median.items()]
-    table = ["| phase | median |", "|---|---|", *lines, ""]
-    most = max(columns["all"])
-    table.append(f"Of {ROUNDS} restarts of the default run, the slowest took {most:.2f} s.")
-    put_between(PAGE, BEGIN, END, "\n".join(table))
-    print("\n".join(table))
+    """Measure and write, unless `--redraw` is given; renew the page."""
+    if sys.argv[1:] != ["--redraw"]:
+        with tempfile.TemporaryDirectory() as folder:
+            rounds = [measure(Path(folder, str(n)), n % 2) for n in range(ROUNDS)]
+        columns = dict(zip((*PHASES, "all"), zip(*rounds, strict=True), strict=True))
+        median = {name: statistics.median(values) for name, values in columns.items()}
+        about = {"command": "python -m tests.faults.restarting", **describe_machine()}
+        load = os.getloadavg()[2]
+        write_json(RESULT, {**about, "load_15_min": load, "median_s": median, "rounds_s": rounds})
+    content = text(json.loads(RESULT.read_text()))
+    put_between(PAGE, BEGIN, END, content)
+    print(content)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ import torch._dynamo  # DDP and the optimizers do, in every process
 import torch._inductor.config
 import torch.utils.tensorboard
 
+from common.kernels import choose_kernels
 from common.launch.port import listen
 from common.launch.process import run_rank
 from common.launch.ranks import Ranks
@@ -363,6 +364,7 @@ def main() -> int:
     given = parser.parse_args()
     output = given.output or (RESTARTED if given.restarts else RESULT)
     torch.set_num_threads(1)
+    choose_kernels(portable=True)  # here: the ranks are forked from a process that has computed
     sklearn.datasets.load_digits()
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:

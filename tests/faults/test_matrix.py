@@ -115,7 +115,7 @@ FAULTS = {
     ),
     "keeps the GIL for ever": Fault(
         rf"{ABSENT}it is in C code that keeps the GIL, called at tests/faults/inject/"
-        r"sitecustomize.py:\d+ \(happen",
+        r"sitecustomize.py:\d+ \(happen"
     ),
     "waits in another collective": Fault(
         rf"error: rank 1 on {HERE} calls broadcast \d+ at \S*sitecustomize.py:\d+ \(happen\), "
@@ -171,6 +171,13 @@ class Scene:
             "FAULT_MARK": str(self.mark),
             "SCENE": str(self.folder),
         }
+
+    def gate(self, step: str) -> Path:
+        """A file at which a run with `GATES` waits after that step, until it is deleted."""
+        gate = self.recipe.tmp_path / "gates" / step
+        gate.parent.mkdir()
+        gate.touch()
+        return gate
 
     def processes(self) -> list[int]:
         """Ids of all living processes of this scene, in any session or namespace."""
@@ -258,11 +265,15 @@ def test_a_rank(
     if expected.act is None:
         env |= {"FAULT": fault, "FAULT_STEP": str(expected.at)}
         env |= {"FAULT_RANK": str(expected.rank)}
+    gate = scene.gate("5")
+    if expected.act:
+        env["GATES"] = str(gate.parent)
     process = scene.recipe.start(*command, env=env)
     if expected.act:
         wait_for(lambda: list(scene.folder.glob("snapshots/step_*4.*.pt")))
         start_s = time.monotonic()
         expected.act(process, scene.folder)
+        gate.unlink()
     else:
         wait_for(lambda: scene.mark.exists() or process.poll() is not None)
         start_s = time.monotonic()
@@ -370,10 +381,7 @@ BEFORE = "by a sleep before the optimizer's step"
     ],
 )
 def test_a_slow_rank(
-    scene: Scene,
-    rows: list[dict[str, Any]],
-    half_a_core: Callable[[int], object],
-    slowed: str,
+    scene: Scene, rows: list[dict[str, Any]], half_a_core: Callable[[int], object], slowed: str
 ) -> None:
     """Each step of 0.1 s takes it 0.06 s longer; or it has half a core from its tenth step on.
 
@@ -413,12 +421,18 @@ def test_a_slow_rank(
 def test_the_launcher_is_asked_where_its_ranks_are(scene: Scene, wholes: dict[str, Result]) -> None:
     """The run goes on: its weights are the usual ones."""
     command = scene.recipe.command("ddp_launch", *nproc("ddp_launch"), *OPTIONS)
-    process = scene.recipe.start(*command, env={**scene.env, "STEP_S": "0.5"})
+    gate = scene.gate("5")
+    process = scene.recipe.start(*command, env={**scene.env, "GATES": str(gate.parent)})
     wait_for(lambda: list(scene.folder.glob("snapshots/step_*4.*.pt")))
     process.send_signal(signal.SIGQUIT)
+    assert process.stderr
+    answered: set[str] = set()
+    while answered != {"0", "1"}:
+        line = process.stderr.readline()
+        assert line, "the launcher has ended"
+        answered |= set(re.findall(rf"^rank ([01]) on {HERE}, step \d+: it is at \S+ ", line))
+    gate.unlink()
     result = scene.recipe.finish(process, scene.folder).assert_ok()
-    for rank in (0, 1):
-        assert re.search(rf"(?m)^rank {rank} on {HERE}, step \d+: it is at \S+ ", result.stderr)
     assert result.sha == wholes["ddp_launch"].sha
 
 
@@ -449,8 +463,7 @@ def start_on_both(scene: Scene, hosts: Hosts, timeout_s: int = TIMEOUT_S, **env:
     return [
         scene.recipe.start(
             *hosts.run(
-                node,
-                *launched(scene.recipe, node, *OPTIONS, "--timeout-s", str(timeout_s)),
+                node, *launched(scene.recipe, node, *OPTIONS, "--timeout-s", str(timeout_s))
             ),
             env={**scene.env, "STEP_S": "0.3", **env},
         )
@@ -463,7 +476,9 @@ def test_the_network(
     scene: Scene, hosts: Hosts, wholes: dict[str, Result], rows: list[dict[str, Any]], fault: str
 ) -> None:
     # TCP retries at growing intervals: after 3 s without a cable, recovery may take 7 s.
-    processes = start_on_both(scene, hosts, 30 if fault == "cut for 3 s" else TIMEOUT_S)
+    gate = scene.gate("5")
+    timeout_s = 30 if fault == "cut for 3 s" else TIMEOUT_S
+    processes = start_on_both(scene, hosts, timeout_s, GATES=str(gate.parent))
     wait_for(lambda: list(scene.folder.glob("snapshots/step_*4.*.pt")))
     start_s = time.monotonic()
     if fault == "rank 0's host gone":
@@ -471,6 +486,7 @@ def test_the_network(
         os.killpg(processes[0].pid, signal.SIGKILL)
     else:
         hosts.cable("down")
+    gate.unlink()
     if fault == "cut for 3 s":
         time.sleep(3)
         hosts.cable("up")
@@ -598,7 +614,8 @@ def test_a_second_command_in_the_folder(
     scene: Scene, wholes: dict[str, Result], rows: list[dict[str, Any]]
 ) -> None:
     command = scene.recipe.command("ddp_launch", *nproc("ddp_launch"), *OPTIONS)
-    first = scene.recipe.start(*command, env={**scene.env, "STEP_S": "1"})
+    gate = scene.gate("5")
+    first = scene.recipe.start(*command, env={**scene.env, "GATES": str(gate.parent)})
     wait_for(lambda: list(scene.folder.glob("snapshots/step_*4.*.pt")))
     start_s = time.monotonic()
     second = scene.recipe.finish(scene.recipe.start(*command), scene.folder)
@@ -606,6 +623,7 @@ def test_a_second_command_in_the_folder(
     assert second.status == 2
     (said,) = second.errors
     assert re.search(rf"still going \(host {HERE}, process \d+\)", said), said
+    gate.unlink()
     result = scene.recipe.finish(first, scene.folder).assert_ok()
     assert result.sha == wholes["ddp_launch"].sha
     assert result.losses == wholes["ddp_launch"].losses
@@ -666,15 +684,9 @@ def test_a_data_file_that_vanishes(scene: Scene, rows: list[dict[str, Any]], wor
         "imagefolder",
         "--data-path",
         str(root),
-        "--image-size",
-        "16",
-        "--global-batch-size",
-        "4",
-        "--epochs",
-        "400",
-        "--snapshot-every",
-        "5",
-        "--num-workers",
+        *(
+            "--image-size 16 --global-batch-size 4 --epochs 400 --snapshot-every 5 --num-workers"
+        ).split(),
         workers,
     ]
     process = scene.recipe.start(*scene.recipe.command("ddp_launch", *options), env=scene.env)
@@ -704,12 +716,13 @@ def test_a_folder_that_is_lost(scene: Scene, rows: list[dict[str, Any]], how: st
     """In the place of the folder, nothing is made or changed."""
     lose, says = LOST[how]
     command = scene.recipe.command("ddp_launch", *nproc("ddp_launch"), *LONG)
-    process = scene.recipe.start(*command, env=scene.env)
+    # It waits after the step of its first snapshot: no line or curve is half written.
+    gate = scene.gate("7")
+    process = scene.recipe.start(*command, env={**scene.env, "GATES": str(gate.parent)})
     wait_for(lambda: list(scene.folder.glob("snapshots/step_*.pt")))
-    os.killpg(process.pid, signal.SIGSTOP)
     lose(scene.folder)
     left = {name: byte for name, byte in contents(scene.folder).items() if "logs/" not in name}
-    os.killpg(process.pid, signal.SIGCONT)
+    gate.unlink()
     start_s = time.monotonic()
     result = scene.recipe.finish(process, scene.folder)
     elapsed_s = scene.wait_until_gone(start_s)
@@ -801,14 +814,10 @@ def test_an_address_that_cannot_work(scene: Scene, rows: list[dict[str, Any]], f
 def test_torchrun_shows_the_first_failure(scene: Scene) -> None:
     process = scene.recipe.start(
         sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        "29513",
-        "-m",
-        "recipes.ddp_launch.train",
+        *(
+            "-m torch.distributed.run --nproc-per-node 2 --master-port 29513 -m "
+            "recipes.ddp_launch.train"
+        ).split(),
         *OPTIONS,
         "--output-dir",
         scene.folder,

@@ -7,11 +7,13 @@ All the while a thread looks at the rank, as in a run. It would disturb all ways
 look of it is timed by itself; there is one per second at most. The launcher's own checks of its
 ranks (fifty per second) run always, and are not part of the difference.
 
-A comparison of replicas is timed beside steps of ResNet-18.
+A comparison of replicas is timed beside steps of ResNet-18. `--redraw` only writes the page again.
 """
 
+import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -66,11 +68,7 @@ def take_step(
 def hooks_of(ddp: DistributedDataParallel) -> list[dict[int, Any]]:
     """Where torch keeps the hooks that `ComputeTime.follow` registers."""
     last = next(ddp.parameters())
-    return [
-        ddp._forward_pre_hooks,
-        ddp.module._forward_pre_hooks,
-        last._post_accumulate_grad_hooks,
-    ]
+    return [ddp._forward_pre_hooks, ddp.module._forward_pre_hooks, last._post_accumulate_grad_hooks]
 
 
 def measure(ranks: Ranks, folder: Path) -> dict[str, list[float]]:
@@ -136,7 +134,28 @@ def compare(_ranks: Ranks) -> dict[str, list[float]]:
     return found
 
 
-def main() -> None:
+def text(result: dict[str, Any]) -> str:
+    """The result as a list."""
+    seconds = result["seconds"]
+    lines = []
+    for way, ratio in result["ratios"].items():
+        low, high = ratio["interval_95"]
+        lines.append(
+            f"- {way}: steps take {ratio['median']:.4f} times as long (95 % interval "
+            f"{low:.4f} to {high:.4f}).",
+        )
+    of_100 = seconds["comparison"] / 100 / seconds["resnet18 step"]
+    lines += [
+        f"- A step took {1000 * seconds[WAYS[0]]:.1f} ms, and a look for hangs "
+        f"{1e6 * seconds['look']:.0f} µs.",
+        f"- `--check-replicas 100` costs {of_100:.2%} with ResNet-18: a comparison took "
+        f"{seconds['comparison']:.3f} s, a step",
+        f"  {seconds['resnet18 step']:.3f} s (8 images of 64 px per rank).",
+    ]
+    return "\n".join(lines)
+
+
+def measure_all() -> None:
     """Measure and write."""
     pool = Pool(2)
     with tempfile.TemporaryDirectory() as folder:
@@ -145,12 +164,7 @@ def main() -> None:
     pool.close()
     found = {name: [block for part in parts for block in part[name]] for name in parts[0]}
     found |= {name: [s for part in compared for s in part[name]] for name in compared[0]}
-    seconds = {name: statistics.median(values) for name, values in found.items()}
     ratios = {}
-    lines = [
-        "| what is watched | time of a step / time of an unwatched step | 95 % interval |",
-        "|---|---|---|",
-    ]
     for way in WAYS[1:]:
         pairs = [a / b for a, b in zip(found[way], found[WAYS[0]], strict=True)]
         low, middle, high = statistics.quantiles(pairs, n=4)
@@ -158,17 +172,6 @@ def main() -> None:
         error = 1.25 * (high - low) / 1.35 / len(pairs) ** 0.5
         interval = [middle - 1.96 * error, middle + 1.96 * error]
         ratios[way] = {"pairs": len(pairs), "median": middle, "interval_95": interval}
-        lines.append(f"| {way} | {middle:.4f} | {interval[0]:.4f} to {interval[1]:.4f} |")
-    of_100 = seconds["comparison"] / 100 / seconds["resnet18 step"]
-    lines += [
-        "",
-        f"- A step of ddp_launch's default model took {1000 * seconds[WAYS[0]]:.1f} ms.",
-        "- The thread that records hangs asks five times per second whether SIGQUIT came; a look "
-        f"at the rank took {1e6 * seconds['look']:.0f} µs.",
-        f"- `--check-replicas 100`: a comparison of ResNet-18 took {seconds['comparison']:.3f} s, "
-        f"and a step {seconds['resnet18 step']:.3f} s (8 images of 64 px per rank). So it costs "
-        f"{of_100:.2%} of the time.",
-    ]
     write_json(
         RESULT,
         {
@@ -176,11 +179,18 @@ def main() -> None:
             **describe_machine(),
             "steps_a_block": STEPS,
             "ratios": ratios,
-            "seconds": seconds,
+            "seconds": {name: statistics.median(values) for name, values in found.items()},
         },
     )
-    put_between(ROOT / "docs" / "watching.md", BEGIN, END, "\n".join(lines))
-    print("\n".join(lines))
+
+
+def main() -> None:
+    """Measure and write, unless `--redraw` is given; renew the page."""
+    if sys.argv[1:] != ["--redraw"]:
+        measure_all()
+    content = text(json.loads(RESULT.read_text()))
+    put_between(ROOT / "docs" / "watching.md", BEGIN, END, content)
+    print(content)
 
 
 if __name__ == "__main__":

@@ -173,10 +173,7 @@ class Cluster:
         key.chmod(0o400)
         socket = folder / "socket"
         command: list[str | Path] = [
-            "munged",
-            "--foreground",
-            "--force",
-            "--key-file",
+            *"munged --foreground --force --key-file".split(),
             key,
             "--socket",
             socket,
@@ -201,11 +198,7 @@ class Cluster:
         return [
             "nsenter",
             f"--net={self.network(host)}",
-            "unshare",
-            "--uts",
-            "--mount",
-            "sh",
-            "-c",
+            *"unshare --uts --mount sh -c".split(),
             script,
             "sh",
         ]
@@ -238,13 +231,7 @@ class Cluster:
         boot = f"slurmd -N {node} -D & wait"
         command = [
             *self._inside(node),
-            "unshare",
-            "--pid",
-            "--fork",
-            "--kill-child",
-            "--mount-proc",
-            "bash",
-            "-c",
+            *"unshare --pid --fork --kill-child --mount-proc bash -c".split(),
             boot,
         ]
         self._nodes[node] = self._popen(command, f"slurmd.{node}")

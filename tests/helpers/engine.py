@@ -27,11 +27,10 @@ CALLER = 12345
 """A user who may ask the engine, as root may, and who is nobody in the image."""
 
 _PACKAGES = ("docker.io", "docker-cli", "docker-buildx", "docker-compose", "containerd")
-_SLIM, _FULL = "test-base:slim", "test-base:full"
 
 # What the pinned base has and debootstrap's minbase has not.
-_FULL_DOCKERFILE = f"""\
-FROM {_SLIM}
+_FULL_DOCKERFILE = """\
+FROM {slim}
 RUN apt-get update -qq && apt-get install -qq --no-install-recommends gcc g++ git make python3-dev
 """
 
@@ -42,10 +41,13 @@ class Engine:
     Args:
         containerd_store: keep images in containerd's store, which can export reproducible ones;
             always an engine of our own.
+        architecture: of the images, as Debian and Docker call it; by default the machine's.
     """
 
-    def __init__(self, containerd_store: bool = False) -> None:
+    def __init__(self, containerd_store: bool = False, architecture: str = "") -> None:
         self.env = clean_env()
+        self._architecture = architecture
+        self._slim, self._full = (f"test-base:{base}{architecture}" for base in ("slim", "full"))
         self._daemon: subprocess.Popen[bytes] | None = None
         self.own = containerd_store or not _answers(self.env)
         if self.own:
@@ -108,15 +110,16 @@ class Engine:
 
     def _make_base(self) -> None:
         """An image that has what the slim base has: Python at its place, certificates, pip."""
-        if self.run("image", "inspect", _SLIM, check=False).returncode == 0:
+        if self.run("image", "inspect", self._slim, check=False).returncode == 0:
             return
         base = FOLDER / "base"
         shutil.rmtree(base, ignore_errors=True)
         subprocess.run(
             [
-                "debootstrap",
-                "--variant=minbase",
-                "--include=ca-certificates,python3,python3-venv",
+                *(
+                    "debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv"
+                ).split(),
+                *([f"--arch={self._architecture}"] if self._architecture else []),
                 "trixie",
                 str(base),
                 _mirror(),
@@ -132,20 +135,25 @@ class Engine:
         for left in ("var/lib/apt/lists", "var/cache/apt"):
             shutil.rmtree(base / left)
         with subprocess.Popen(["tar", "-C", base, "-c", "."], stdout=subprocess.PIPE) as tar:
-            self.run("import", "-", _SLIM, stdin=tar.stdout)
+            self.run("import", *self._platform(), "-", self._slim, stdin=tar.stdout)
         shutil.rmtree(base)
 
     def build_arguments(self, target: str = "runtime") -> list[str]:
         """What `docker build` needs so that the pinned bases are found here."""
         if not self.own:
-            return []
+            return self._platform()
         pinned = r"(?:FROM |--from=)(python:\S+@sha256:[0-9a-f]+)"
         slim, full = re.findall(pinned, DOCKERFILE.read_text())
-        contexts = {slim: _SLIM}
+        contexts = {slim: self._slim}
         if target == "development":
-            self.run("build", "--tag", _FULL, "-", input=_FULL_DOCKERFILE)
-            contexts[full] = _FULL
-        return [f"--build-context={name}=docker-image://{own}" for name, own in contexts.items()]
+            dockerfile = _FULL_DOCKERFILE.format(slim=self._slim)
+            self.run("build", *self._platform(), "--tag", self._full, "-", input=dockerfile)
+            contexts[full] = self._full
+        own = [f"--build-context={name}=docker-image://{base}" for name, base in contexts.items()]
+        return [*self._platform(), *own]
+
+    def _platform(self) -> list[str]:
+        return [f"--platform=linux/{self._architecture}"] if self._architecture else []
 
     def run(self, *words: str | Path, **options: Any) -> "subprocess.CompletedProcess[str]":
         """Run `docker WORDS` to its end, as `call` does."""

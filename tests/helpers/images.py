@@ -102,3 +102,15 @@ def served(folder: Path) -> Iterator[str]:
         finally:  # a failed test would hang at its end
             server.shutdown()
             thread.join()
+
+
+def small_fashion_mnist(folder: Path, count: int = 20) -> None:
+    """Fashion-MNIST's four unpacked files in the IDX format, with random images."""
+    random = np.random.default_rng(0)
+    raw = folder / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part in ("train", "t10k"):
+        images = random.integers(0, 255, (count, 28, 28), dtype=np.uint8)
+        labels = (np.arange(count) % 10).astype(np.uint8)
+        for name, array in (("images-idx3", images), ("labels-idx1", labels)):
+            (raw / f"{part}-{name}-ubyte").write_bytes(idx(array))

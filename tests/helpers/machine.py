@@ -11,6 +11,8 @@ import pytest
 
 from common.launch.port import listen
 
+EMULATED_CPUS = ("Haswell", "EPYC-Rome")
+"""An Intel and an AMD CPU, as qemu calls them: both with AVX2 and without AVX-512."""
 OTHER_NCCL = "int ncclGetVersion(int *version) { *version = 21803; return 0; }"
 DRIVER = """
 int cuDriverGetVersion(int *version) {{ *version = {version}; return 0; }}

@@ -13,6 +13,7 @@ import torch
 from torch import multiprocessing
 
 from common.group.process_group import process_group
+from common.kernels import choose_kernels
 from common.launch.port import listen
 from common.launch.ranks import Ranks
 
@@ -84,6 +85,7 @@ def call_main(_ranks: Ranks, name: str, arguments: list[str]) -> tuple[int, str,
 
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
+    choose_kernels(portable=True)
     while True:
         try:
             function, ranks, args = connection.recv()

@@ -10,11 +10,11 @@ from torch import nn
 from common.data.datasets import DataOptions
 from common.errors import StopRequested
 from common.launch.ranks import Ranks
+from common.run import parts
 from common.run.options import RunOptions
 from common.training.ddp import ParallelOptions
 from common.training.models import ModelOptions
 from common.training.optimizer import OptimizerOptions
-from recipes.ddp_launch import train as ddp_launch
 from recipes.ddp_launch.train import Config, train
 from tests.helpers.commands import Result
 from tests.helpers.pool import Pool, call_main
@@ -43,7 +43,7 @@ def training(pool: Pool, world_size: int, folder: Path, **options: dict[str, Any
 
 def train_model(ranks: Ranks, folder: Path, kind: type[nn.Module], options: dict[str, Any]) -> None:
     """ddp_launch with a model of one's own, as one rank."""
-    with patch.object(ddp_launch, "prepare_model", lambda *_, **__: kind()):
+    with patch.object(parts, "prepare_model", lambda *_, **__: kind()):
         run_training(ranks, folder, options)
 
 

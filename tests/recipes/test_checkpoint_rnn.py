@@ -95,18 +95,10 @@ def test_only_a_lack_of_memory_is_taken_for_one(
 def test_a_budget_is_kept_where_the_system_allows_no_more(recipe: Recipe) -> None:
     """A limit on the process (RLIMIT_DATA) under which the plain run dies, and auto trains."""
     options = (
-        "--length",
-        "1000",
-        "--hidden-size",
-        "96",
-        "--global-batch-size",
-        "128",
-        "--train-samples",
-        "128",
-        "--val-samples",
-        "64",
-        "--epochs",
-        "1",
+        *(
+            "--length 1000 --hidden-size 96 --global-batch-size 128 --train-samples 128 "
+            "--val-samples 64 --epochs 1"
+        ).split(),
     )
     budget = 150_000_000
 

@@ -87,7 +87,7 @@ def test_interrupted_and_resumed_is_uninterrupted(pool: Pool, tmp_path: Path, na
             "any number of segments: give about",
             marks=pytest.mark.slow,
         ),
-        ("checkpoint_rnn", "--compare --segments some", "segments"),
+        ("checkpoint_rnn", "--segments some", "segments"),
         ("tune_loader", "--global-batch-size 5000", "more than the 1437 samples"),
         ("tune_loader", "--rounds 0", "--rounds must be at least 1"),
     ],
@@ -146,35 +146,20 @@ def test_the_same_command_after_a_crash_before_the_first_snapshot(
 @pytest.mark.slow
 def test_a_compiled_model_trains_alike_and_goes_on_to_the_bit(recipe: Recipe) -> None:
     """Its weights have the names of the model that was compiled."""
-    options = (
-        "ddp_launch",
-        "--nproc",
-        "2",
-        "--precision",
-        "fp64",
-        "--log-every",
-        "1",
-        "--epochs",
-        "2",
-    )
+    options = "ddp_launch --nproc 2 --precision fp64 --log-every 1 --epochs 2".split()
     usual = recipe(*options, folder="usual").assert_ok()
-    whole = recipe(*options, "--compile", folder="whole").assert_ok()
+    compiled = recipe.tmp_path / "compiled"
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}
+    whole = recipe(*options, "--compile", folder="whole", env=env).assert_ok()
     assert whole.losses == pytest.approx(usual.losses, rel=1e-9)
-    assert whole.losses != usual.losses, "it did compute otherwise"
+    assert whole.summary["bits_hold_on"].startswith("this kind of CPU")
+    assert "the same bits on this kind of CPU" in whole.stdout
+    assert list(compiled.rglob("*.so")), "the compiler made it"
     names = [list(torch.load(r.folder / "model.pt", weights_only=True)) for r in (usual, whole)]
     assert names[0] == names[1]
     recipe(*options, "--compile", "--max-steps", "17", folder="cut").assert_ok()
     assert recipe(*options, "--compile", folder="cut").assert_ok().sha == whole.sha
-    shards = (
-        "ddp_launch",
-        "--virtual-ranks",
-        "2",
-        "--compile",
-        "--dropout",
-        "0.3",
-        "--epochs",
-        "1",
-    )
+    shards = "ddp_launch --virtual-ranks 2 --compile --dropout 0.3 --epochs 1".split()
     on = [recipe(*shards, "--nproc", n, folder=f"on {n}").assert_ok().sha for n in ("1", "2")]
     assert on[0] == on[1]
 
@@ -189,15 +174,19 @@ def test_a_compiled_model_trains_alike_and_goes_on_to_the_bit(recipe: Recipe) ->
         ("model_parallel_toy", "--model toy --max-steps 2"),
         ("checkpoint_rnn", "--length 64 --hidden-size 8"),
         ("fsdp", "--layers 1 --width 32 --context 16"),
+        ("tune_loader", "--max-workers 1 --samples 64"),
     ],
 )
 def test_every_comparison(recipe: Recipe, name: str, options: str) -> None:
     """Far too short for its figures to mean anything: that it measures, draws and tells."""
-    command = recipe.command(name, "--compare", *options.split(), "--compare-rounds", "1")
-    result = recipe.finish(recipe.start(*command), recipe.tmp_path / "run").assert_ok()
-    found = json.loads((result.folder / "comparison.json").read_text())
+    folder = recipe.tmp_path / "results"
+    command = [sys.executable, "-m", "tools.bench", name, *options.split()]
+    process = recipe.start(*command, "--rounds", "1", "--output", folder)
+    recipe.finish(process, recipe.tmp_path).assert_ok()
+    found = json.loads((folder / "comparison.json").read_text())
     assert len(found["tables"][0]["rows"]) > 1
-    assert (result.folder / "comparison.png").stat().st_size > 5000
+    assert found["about"]["torch"] == torch.__version__
+    assert (folder / "comparison.png").stat().st_size > 5000
 
 
 @pytest.mark.slow

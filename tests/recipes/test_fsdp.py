@@ -303,7 +303,7 @@ def test_the_whole_model_loads_in_a_plain_process(book: Path, moved: Result) -> 
     assert weights_sha256(weights) == run.sha
     model = Transformer(TransformerOptions(layers=2, width=32, heads=4), text.VOCABULARY).double()
     model.load_state_dict(weights)
-    options = text.TextOptions("text", book, 16)
+    options = text.TextOptions(data="text", data_path=book, context=16)
     held_out = in_group(Ranks(), lambda _: text.load_text(options, 0)).data.val
     tokens, targets = held_out.__getitems__([(0, index) for index in range(len(held_out))])
     with torch.no_grad():

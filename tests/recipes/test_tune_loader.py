@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from common.data.stream import Key, Samples, make_loader
+from common.data.loaders import make_loader
+from common.data.stream import Key, Samples
 from common.data.workers import done, recommend
 from common.group.host import usable_cores
 from common.throughput import samples_per_s
 from recipes.tune_loader.streams import make_item_loader, make_stream_loader
-from tests.helpers.commands import Recipe
 from tests.helpers.gradients import CPU
 from tests.helpers.pool import Pool, call_main
 from tests.helpers.run_folders import summary
@@ -82,21 +82,3 @@ def test_tune_loader_measures_every_style(pool: Pool, tmp_path: Path, style: str
     speeds = found["samples_per_s"]["pageable"]
     assert {number: len(rounds) for number, rounds in speeds.items()} == {"0": 2, "1": 2}
     assert all(speed > 0 for rounds in speeds.values() for speed in rounds)
-
-
-@pytest.mark.slow
-def test_compare_writes_a_table_and_a_figure(recipe: Recipe) -> None:
-    result = recipe(
-        "tune_loader", "--compare", "--compare-rounds", "1", "--max-workers", "1", "--samples", "64"
-    ).assert_ok()
-    assert "loading processes" in result.stdout
-    found = json.loads((result.folder / "comparison.json").read_text())
-    assert [row[1] for row in found["tables"][0]["rows"]] == [0, 1]
-    assert found["about"]["torch"] == torch.__version__
-    assert (result.folder / "comparison.png").stat().st_size > 5000
-    again = recipe("tune_loader", "--compare")
-    assert (again.status, len(again.errors)) == (2, 1)
-    assert "already holds comparison.json" in again.errors[0]
-    none = recipe("ddp_spawn", "--compare", folder="none")
-    assert (none.status, len(none.errors)) == (2, 1)
-    assert "has no comparison" in none.errors[0]

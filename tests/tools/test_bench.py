@@ -1,4 +1,4 @@
-"""What `make bench` and `make bench-peers` compute, and that they run."""
+"""What `make bench` computes, and that it runs."""
 
 import json
 import sys
@@ -95,7 +95,7 @@ def test_a_contestant_that_fails_says_so(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--only", "fabric"], "fabric needs no_such_library: make bench-peers installs it"),
+        (["--only", "fabric"], "fabric needs no_such_library: make bench WHAT=peers installs it"),
         (["--steps", "20"], "--steps 28"),
         (["--redraw", "--output", "nowhere"], "nothing was measured yet"),
         (["--only", "keras"], "invalid choice: 'keras'"),
@@ -119,13 +119,47 @@ def test_the_page_shows_what_was_measured(path: Path) -> None:
     page, (begin, end) = (path.parents[1] / "README.md").read_text(), bench.marks("results")
     written = page.partition(begin)[2].partition(end)[0].strip()
     result = json.loads(path.read_text())
-    assert written == bench.markdown(result, "peers")
+    assert written == bench.markdown(bench.on_page("peers", result), "peers")
     assert result["tables"] == peers.tables(result["runs"])
+
+
+def test_a_page_shows_of_a_training_what_carries_its_message() -> None:
+    epochs = [f"epoch {n}/3: val_accuracy 0.{n}" for n in (1, 2, 3)]
+    table = ["", "  recipe  a", "  val_accuracy  0.3", "  val_total  9", "  weights_sha256  f00"]
+    best = "  best  file best.pt, weights_sha256 ba2"
+    run = {
+        "started_by": "make run RECIPE=a",
+        "printed": ["a: world_size 1", "output_dir: b", *epochs, *table, best],
+        "manifest": {"gpu": "a GPU"},
+    }
+    shown = bench.shown(run).split("```")[1].strip().splitlines()
+    rows = ["  val_accuracy  0.3", "  weights_sha256  f00"]
+    first = ["$ make run RECIPE=a", "a: world_size 1"]
+    assert shown == [*first, epochs[0], "...", epochs[2], *rows]
+    no_training = {**run, "printed": ["ranks", "", "  0  here"]}
+    shown = bench.shown(no_training).split("```")[1].strip().splitlines()
+    assert shown == ["$ make run RECIPE=a", "ranks", "", "  0  here"]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/*/results/make_run.json")))
+def test_what_a_page_shows_of_a_default_run_is_short_and_ends_in_its_hash(path: Path) -> None:
+    run = json.loads(path.read_text())
+    shown = bench.shown(run).split("```")[1].strip().splitlines()
+    if run["summary"]:
+        assert len(shown) <= 9
+        assert shown[-1].split() == ["weights_sha256", run["summary"]["weights_sha256"]]
+        assert any(line.startswith("  val_") for line in shown)
+
+
+def test_a_page_may_rename_columns_and_leave_them_out() -> None:
+    table = {"title": "t", "columns": ["", "long name", "more"], "rows": [["a", 1, 2]]}
+    shown = bench.renamed(table, {"long name": "n", "more": ""})
+    assert shown == {"title": "t", "columns": ["", "n"], "rows": [["a", 1]]}
 
 
 @pytest.mark.slow
 def test_the_command_measures(recipe: Recipe, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.peers", "--rounds", "1", "--steps", "30"]
+    command = [sys.executable, "-m", "tools.bench", "peers", "--rounds", "1", "--steps", "30"]
     chosen = ["--processes", "2", "--only", "bare", "ddp_launch"]
     folder = tmp_path / "out"
     process = recipe.start(*command, *chosen, "--output", folder)
@@ -144,6 +178,15 @@ def test_the_alpha_beta_model() -> None:
     assert network.step_s(0.1, 0.001, 1e6, None) == pytest.approx(0.102)
     assert network.step_s(0.1, 0.001, 1e6, 8e6) == pytest.approx(1.102)
     assert network.step_s(0.1, 0.0, 1e6, 8e6, ranks=1000) == pytest.approx(0.1 + 2, rel=0.01)
+
+
+def test_the_prediction_for_64_gpus_is_near_that_for_8_and_for_512() -> None:
+    for _, _, *cells in network.on_paper()["rows"]:
+        for few, some, many in zip(
+            *(map(float, cell.split(" to ")) for cell in cells), strict=True
+        ):
+            assert abs(few - some) < 0.1
+            assert abs(many - some) < 0.1
 
 
 def test_speeds_are_compared_within_a_round() -> None:
@@ -188,7 +231,7 @@ def test_the_page_of_a_part_shows_what_was_measured(part: str) -> None:
     begin, end = bench.marks(part)
     result = json.loads((ROOT / "benchmarks" / "results" / f"{part}.json").read_text())
     shown = page.partition(begin)[2].partition(end)[0].strip()
-    assert shown == bench.markdown(result, part)
+    assert shown == bench.markdown(bench.on_page(part, result), part)
     if part == "step":
         assert result["tables"] == [options.table(result["runs"], result["whole"], 5)]
     if part == "network":
@@ -208,7 +251,7 @@ def test_what_needs_root_is_refused_before_anything_is_measured(
 
 def test_parts_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["nothing"]) == 2
-    assert (
-        "no benchmark 'nothing': choose from step, input, snapshots, network"
-        in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "no benchmark 'nothing': choose from step, input, snapshots, network" in said
+    assert bench.main(["ddp_spawn"]) == 2
+    assert "ddp_spawn has no comparison" in capsys.readouterr().err

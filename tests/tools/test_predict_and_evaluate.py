@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,14 @@ from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, res
 from common.cli import parse
 from common.errors import InputError, TrainingError
 from common.launch.ranks import Ranks
+from common.run.options import RunOptions
 from common.training.models import ModelOptions, build_model, how_to_build
 from recipes import __main__ as front
 from tests.helpers.commands import ROOT, Recipe, clean_env
 from tests.helpers.images import flowers, idx, photo
 from tests.helpers.machine import need
 from tests.helpers.pool import Pool
-from tools import evaluate, predict
+from tools import evaluate, predict, reproduce, trained
 from tools.trained import load_all
 
 TINY = "--num-workers 0 --epochs 1 --max-steps 2 --global-batch-size 8 --lr 0.001 --cpu-threads 1"
@@ -405,6 +407,48 @@ def test_an_altered_model_is_named(
     assert done.status == 2
     (error,) = done.errors
     assert f"{run}/model.pt is not what the run wrote" in error
+
+
+def test_an_altered_preprocessing_is_named_and_written_again(
+    pool: Pool, data: dict[int, tuple[str, list[Path]]], photo_run: Path, tmp_path: Path
+) -> None:
+    run, file = shutil.copytree(photo_run, tmp_path / "altered"), tmp_path / "one.jpg"
+    photo(file, 1)
+    intact = (run / "preprocessing.json").read_bytes()
+    for key in ("mean", "resize", "model"):
+        seen = json.loads(intact)
+        seen[key] = {**seen[key], "num_classes": 4} if key == "model" else [9] * len(seen[key])
+        (run / "preprocessing.json").write_text(json.dumps(seen))
+        says = f"{run}/preprocessing.json is not what the run wrote"
+        assert says in refusal(predicted(pool, run, file))
+        assert says in refusal(evaluated(pool, 2, run))
+    words = f"{data[3][0]} {TINY} --image-size 16 --output-dir {run}"
+    pool.run(train, 1, "ddp_launch", words.split())
+    assert (run / "preprocessing.json").read_bytes() == intact
+
+
+def test_a_run_of_before_portable_kernels_is_read(
+    pool: Pool, photo_run: Path, tmp_path: Path
+) -> None:
+    run, file = shutil.copytree(photo_run, tmp_path / "older"), tmp_path / "one.jpg"
+    photo(file, 1)
+    for name, keys in (
+        ("config.json", ["portable"]),
+        ("manifest.json", ["fingerprint"]),
+        ("summary.json", ["bits_hold_on", "preprocessing_sha256"]),
+    ):
+        content = json.loads((run / name).read_text())
+        for key in keys:
+            del content[key]
+        (run / name).write_text(json.dumps(content))
+    assert trained.read(run).options(RunOptions).portable is False
+    recorded = reproduce.read(run)
+    assert reproduce.forecast(recorded) == ""
+    for older, one in ((True, recorded), (False, reproduce.read(photo_run))):
+        typed = replace(one, manifest={**one.manifest, "command": "python -m recipes ddp_launch"})
+        words = reproduce.command_again(typed, "ranks", None, tmp_path)
+        assert ("--no-portable" in words) == older
+    assert predicted(pool, run, file)[0] == 0
 
 
 def test_names_are_readable_in_the_c_locale(

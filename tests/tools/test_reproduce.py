@@ -1,6 +1,7 @@
 """`reproduce`: its verdict on a run made again, and on runs that were changed."""
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -8,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from common.errors import InputError
+from common.trace import STEP, first_difference, read_traces
 from tests.helpers.commands import ROOT, Recipe, Result
 from tests.helpers.machine import need
 from tools import reproduce
@@ -62,15 +65,19 @@ def test_a_run_made_again_is_identical(recipe: Recipe, recorded: Path) -> None:
     assert (done.folder / "reproduce.png").stat().st_size > 10_000
 
 
-CHANGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
-    "seed": (lambda manifest: manifest.update(seed=7), "seed (0, now 7)"),
-    "threads": (
-        lambda manifest: manifest["determinism"].update(cpu_threads=2),
-        "cpu_threads (1, now 2)",
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "threads": (  # in fp64, which MKL multiplies: they cut its sums
+        lambda manifest: (
+            manifest["determinism"].update(cpu_threads=2),
+            manifest.update(command=f"{manifest['command']} --precision fp64"),
+        ),
+        r"precision \(fp32, now fp64\), then cpu_threads \(1, now 2\), "
+        r"then fingerprint.matrix product fp64 \(\w{8}, now \w{8}\)",
     ),
+    "seed": (lambda manifest: manifest.update(seed=7), r"seed \(0, now 7\)"),
     "learning rate": (
         lambda manifest: manifest.update(command=f"{manifest['command']} --lr 0.2"),
-        "lr (0.1, now 0.2)",
+        r"lr \(0\.1, now 0\.2\)",
     ),
 }
 
@@ -82,7 +89,7 @@ def test_what_was_changed_is_named(recipe: Recipe, recorded: Path, what: str) ->
     done = again(recipe, changed(recorded, recipe.tmp_path / "changed", change))
     assert done.status == 2, "make's, for 1"
     assert "\ndifferent from step " in done.stdout
-    assert f"\nlikely cause: {cause}\n" in done.stdout
+    assert re.search(rf"\nlikely cause: {cause}\n", done.stdout)
 
 
 @pytest.mark.slow
@@ -91,6 +98,93 @@ def test_another_number_of_ranks_is_equal_within(recipe: Recipe, recorded: Path)
     assert done.status == 0
     assert "\nequal within 0.001: the losses differ by " in done.stdout
     assert "\nlikely cause: world_size (1, now 2); with the number of processes" in done.stdout
+
+
+def test_a_step_is_traced_and_the_first_operation_that_differs_is_named(
+    recipe: Recipe, recorded: Path
+) -> None:
+    """The same kernels: nothing differs, and the trace changes no bit. Other kernels: which one?"""
+    traced = again(recipe, recorded, "--trace-step", "5")
+    assert traced.status == 0
+    trace = traced.folder / "run" / "trace"
+    assert f"{trace}: hashes of step 5; on another machine, give it with" in traced.stdout
+    lines = (recorded / "metrics.jsonl").read_text().splitlines()
+    assert (
+        (traced.folder / "run" / "metrics.jsonl")
+        .read_text()
+        .startswith(re.sub(r', "samples_per_s.*', "", lines[0]))
+    )
+    theirs = trace.rename(recipe.tmp_path / "theirs")
+    shutil.rmtree(traced.folder)
+    same = again(recipe, recorded, "--trace-step", "5", "--against-trace", str(theirs))
+    assert "\nidentical: every operation of step 5, on every rank\n" in same.stdout
+    shutil.rmtree(traced.folder)
+    other = changed(
+        recorded,
+        recipe.tmp_path / "other",
+        lambda manifest: manifest.update(command=f"{manifest['command']} --lr 0.2"),
+    )
+    found = again(recipe, other, "--trace-step", "5", "--against-trace", str(theirs))
+    assert found.status == 2, "make's, for 1"
+    assert re.search(
+        r"rank 0: the first difference of step 5 is in what operation \d+ of \d+, "
+        r"aten.convolution.default in DistributedDataParallel.module.features.0, reads: weights",
+        found.stdout,
+    ), found.stdout
+
+
+@pytest.mark.slow
+def test_other_kernels_are_named_by_a_trace(recipe: Recipe, recorded: Path) -> None:
+    if not torch.cpu._is_avx512_supported():
+        pytest.skip("needs a CPU with AVX-512")
+    best = changed(
+        recorded,
+        recipe.tmp_path / "best",
+        lambda manifest: manifest.update(command=f"{manifest['command']} --no-portable"),
+    )
+    first = again(recipe, recorded, "--trace-step", "1").folder
+    theirs = (first / "run" / "trace").rename(recipe.tmp_path / "first")
+    shutil.rmtree(first)
+    found = again(recipe, best, "--trace-step", "1", "--against-trace", str(theirs))
+    assert re.search(r"step 1 is operation \d+ of \d+, aten.\S+ in \S+\n", found.stdout)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--trace-step 0", "--trace-step must be from 1 to 42, the run's last step, got 0"),
+        ("--trace-step 43", "--trace-step must be from 1 to 42, the run's last step, got 43"),
+        ("--against-trace {run}", "--against-trace needs --trace-step"),
+        ("--trace-step 1 --against-trace {run}", "is no trace: it holds no rank_0.jsonl"),
+        ("--trace-step 1 --against {run}", "--trace-step trains again, and --against does not"),
+    ],
+)
+def test_a_trace_that_cannot_be_is_refused_before_training(
+    capsys: pytest.CaptureFixture[str], recorded: Path, options: str, says: str
+) -> None:
+    assert reproduce.main([str(recorded), *options.format(run=recorded).split()]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_two_traces_of_sharded_ranks_are_alike(recipe: Recipe) -> None:
+    options = ("--nproc", "2", "--layers", "1", "--max-steps", "2")
+    env = {STEP: "2"}
+    runs = [recipe("fsdp", *options, folder=name, env=env).assert_ok().folder for name in "ab"]
+    one, two = (dict(read_traces(run / "trace")) for run in runs)
+    assert one.keys() == two.keys() == {0, 1}
+    assert len(one[0]) > 50
+    assert [first_difference(one[rank], two[rank]) for rank in one] == ["", ""]
+
+
+def test_the_end_of_a_shorter_trace_is_a_difference() -> None:
+    calls = [{"operation": "aten.mm.default", "module": "a.b", "reads": ["0"], "gives": ["1"]}] * 3
+    assert first_difference(calls, calls) == ""
+    assert first_difference(calls, calls[:2]) == "operation 3: one of the traces ends before it"
+    other = [*calls[:2], {**calls[2], "gives": ["2"]}]
+    assert first_difference(calls, other) == "operation 3 of 3, aten.mm.default in a.b"
+    other[1] = {**calls[1], "operation": "aten.bmm.default"}
+    words = "operation 2 of 3, aten.mm.default in a.b; there it is aten.bmm.default"
+    assert first_difference(calls, other) == words
 
 
 def run_of(
@@ -105,7 +199,8 @@ def run_of(
         "determinism": {"cpu_threads": 1},
         **more.get("manifest", {}),
     }
-    options = {"lr": 0.1, "output_dir": folder, "num_workers": 0, **more.get("options", {})}
+    usual = {"lr": 0.1, "output_dir": folder, "num_workers": 0, "portable": True}
+    options = {**usual, **more.get("options", {})}
     summary = {"recipe": more.get("recipe", "ddp_launch"), "weights_sha256": sha}
     return reproduce.Recorded(Path(folder), manifest, options, summary, losses)
 
@@ -144,20 +239,7 @@ def test_verdicts() -> None:
 )
 def test_the_command_again(typed: str) -> None:
     run = run_of("one", {}, recipe="x", manifest={"command": typed, "world_size": 4})
-    common = [
-        "--lr",
-        "0.1",
-        "--name",
-        "x",
-        "--seed",
-        "0",
-        "--cpu-threads",
-        "1",
-        "--output-dir",
-        "new",
-        "--resume",
-        "never",
-    ]
+    common = "--lr 0.1 --name x --seed 0 --cpu-threads 1 --output-dir new --resume never".split()
     folder = Path("new")
     assert reproduce.command_again(run, "ranks", None, folder) == ["x", "--nproc", "4", *common]
     assert reproduce.command_again(run, "ranks", 2, folder) == ["x", "--nproc", "2", *common]

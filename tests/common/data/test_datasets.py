@@ -34,7 +34,14 @@ from common.data.workers import cores_per_rank, default_num_workers
 from common.errors import InputError, TrainingError
 from common.launch.ranks import Ranks
 from tests.helpers.commands import Recipe
-from tests.helpers.images import faulty_folder, flowers, idx, photo, served
+from tests.helpers.images import (
+    faulty_folder,
+    flowers,
+    idx,
+    photo,
+    served,
+    small_fashion_mnist,
+)
 from tests.helpers.pool import Pool, in_group
 
 
@@ -88,6 +95,27 @@ def test_a_batch_in_memory_is_its_samples_each_shifted_by_its_own_key() -> None:
     assert int((down_and_right > len(data.train) / 25 * 0.5).sum()) == 25, (
         "all 25 places are about equally frequent"
     )
+
+
+@pytest.mark.parametrize("data", ["digits", "fake", "fashion_mnist", "imagefolder"])
+def test_without_augmentation_an_image_is_the_same_in_every_epoch(
+    data: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"data": data}
+    if data == "fashion_mnist":
+        small_fashion_mnist(tmp_path)
+    elif data == "imagefolder":
+        flowers(tmp_path)
+    if data in ("fashion_mnist", "imagefolder"):
+        options["data_path"] = tmp_path
+
+    def images(**more: bool) -> list[Tensor]:
+        train = load(**options, **more).train
+        return [train[(epoch, 0)][0] for epoch in range(8)]
+
+    assert not all(torch.equal(image, images()[0]) for image in images()[1:])
+    first, *others = images(augment=False)
+    assert all(torch.equal(image, first) for image in others)
 
 
 def test_fake_data_is_the_same_every_time() -> None:

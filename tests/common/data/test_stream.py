@@ -15,16 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from common.data import stream
-from common.data.stream import (
-    GlobalBatches,
-    Loader,
-    Samples,
-    eval_batch_size,
-    fixed_batches,
-    loader_options,
-    make_loader,
-)
+from common.data import loaders
+from common.data.loaders import Loader, loader_options, make_loader
+from common.data.stream import GlobalBatches, Samples, eval_batch_size, fixed_batches
 from common.errors import InputError
 from recipes.tune_loader.streams import ItemStream, make_item_loader, make_stream_loader
 
@@ -197,7 +190,7 @@ def test_a_loading_process_is_silent_about_a_rank_that_has_ended(
     """Ctrl-C ends a rank while it receives a batch, and its loading process sees a reset."""
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    stream._start_worker(0)
+    loaders._start_worker(0)
     for error in (ConnectionResetError(104, "reset by peer"), ValueError("another")):
         sys.excepthook(type(error), error, None)
     assert capsys.readouterr().err == "ValueError: another\n"

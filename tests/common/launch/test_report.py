@@ -1,6 +1,7 @@
 """Which of several failures is shown, and where rank 0's store listens."""
 
 import json
+import logging
 import re
 import socket
 import sys
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from common import log
 from common.group.process_group import process_group
 from common.launch.port import bind
 from common.launch.ranks import Ranks
-from common.launch.report import show_cause
+from common.launch.report import report, show_cause
 from tests.helpers.commands import Recipe, wait_for
 from tests.helpers.failures import LATE, WAITED, said
+from tests.helpers.pool import Pool, call_main
 
 GONE = RuntimeError("Read error [127.0.0.1]:60649: Connection reset by peer")
 
@@ -130,6 +133,28 @@ if rank := os.environ.get("RANK"):
     sys.exit(run_rank(body, Ranks(int(rank), int(rank), 2, 2)))
 sys.exit(start.launch([__file__], 2, start.LaunchOptions()))
 """
+
+
+def test_a_rank_keeps_what_ended_it_in_the_runs_folder(pool: Pool, tmp_path: Path) -> None:
+    options = "--nproc 1 --lr 1e30 --epochs 1 --output-dir".split()
+    ((status, _, said),) = pool.run(call_main, 1, "ddp_launch", [*options, str(tmp_path / "run")])
+    assert status == 1
+    kept = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    assert re.findall("error: .*", kept) == re.findall("error: .*", said) != []
+
+
+def test_a_rank_keeps_the_traceback_of_a_bug(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = logging.FileHandler(tmp_path / "rank_0.log")
+    monkeypatch.setattr(log, "handlers", [file])
+    with pytest.raises(ZeroDivisionError) as bug:
+        raise ZeroDivisionError("a bug")
+    assert report(bug.value, Ranks()) == 1
+    file.close()
+    kept = (tmp_path / "rank_0.log").read_text()
+    assert kept.startswith("error: rank 0 on ")
+    assert "in test_a_rank_keeps_the_traceback_of_a_bug" in kept
 
 
 @pytest.mark.parametrize(

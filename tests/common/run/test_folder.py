@@ -186,19 +186,26 @@ def put(where: dict[Any, Any], *path: Any) -> None:
 
 ALTERED: dict[str, tuple[Any, ...]] = {
     "no step": ("step", None),
-    "no part": ("optimizer", None),
-    "another part": ("scheduler", {}),
+    "no part": ("parts", "optimizer", None),
+    "another part": ("parts", "scheduler", {}),
     "another lr": ("identity", "lr", 7.0),
     "no random state": ("ranks", 0, "rng", {}),
     "more ranks": ("world_size", 2),
     "a negative position": ("batch", -1),
     "the loss as float32": ("ranks", 0, "loss_sum", torch.zeros(96)),
-    "no weight": ("model", "fc.bias", None),
-    "one more weight": ("model", "more", torch.zeros(1)),
-    "another shape": ("model", "fc.bias", torch.zeros(1)),
-    "another dtype": ("model", "fc.bias", torch.zeros(10, dtype=torch.float64)),
-    "no momentum": ("optimizer", "state", 0, None),
-    "momentum of another shape": ("optimizer", "state", 0, "momentum_buffer", torch.zeros(1)),
+    "no weight": ("parts", "model", "fc.bias", None),
+    "one more weight": ("parts", "model", "more", torch.zeros(1)),
+    "another shape": ("parts", "model", "fc.bias", torch.zeros(1)),
+    "another dtype": ("parts", "model", "fc.bias", torch.zeros(10, dtype=torch.float64)),
+    "no momentum": ("parts", "optimizer", "state", 0, None),
+    "momentum of another shape": (
+        "parts",
+        "optimizer",
+        "state",
+        0,
+        "momentum_buffer",
+        torch.zeros(1),
+    ),
 }
 
 

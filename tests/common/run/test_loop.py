@@ -122,7 +122,7 @@ def test_a_finished_run_is_trained_further_in_a_new_folder(
 def test_clipped_adamw_is_in_the_snapshots(pool: Pool, tmp_path: Path) -> None:
     whole = train(pool, tmp_path / "whole", *CLIPPED_ADAMW).assert_ok()
     train(pool, tmp_path / "cut", *CLIPPED_ADAMW, "--max-steps", "17").assert_ok()
-    state = read(list_snapshots(tmp_path / "cut" / "snapshots")[0])["optimizer"]["state"]
+    state = read(list_snapshots(tmp_path / "cut" / "snapshots")[0])["parts"]["optimizer"]["state"]
     assert all(entry["step"] == 17 and entry["exp_avg_sq"].any() for entry in state.values())
     assert train(pool, tmp_path / "cut", *CLIPPED_ADAMW).assert_ok().sha == whole.sha
     unclipped = train(pool, tmp_path / "unclipped", *CLIPPED_ADAMW[:4]).assert_ok()

@@ -204,8 +204,9 @@ def test_training_goes_on_while_a_snapshot_is_written(
             found = snapshot_files.read(path)
             weights, momenta = expected[found["step"]]
             assert found["ranks"][0]["loss_sum"].tolist() == [found["step"]] * 4
-            assert torch.equal(found["model"]["weight"], weights["weight"])
-            theirs, ours = (o["state"][0]["momentum_buffer"] for o in (found["optimizer"], momenta))
+            parts = found["parts"]
+            assert torch.equal(parts["model"]["weight"], weights["weight"])
+            theirs, ours = (o["state"][0]["momentum_buffer"] for o in (parts["optimizer"], momenta))
             assert torch.equal(theirs, ours)
         assert began == [1, 2]
 

@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from common.data.datasets import DataOptions, load_data
-from common.data.loaders import make_loaders
+from common.data.loaders import rank_loaders
 from common.data.stream import GlobalBatches, fixed_batches
 from common.errors import InputError, PeerError, TrainingError
 from common.group.collectives import agreed
@@ -134,7 +134,7 @@ def evaluated(ranks: Ranks) -> tuple[Evaluation, bool]:
         for buffer in model.buffers():
             buffer.add_(1)
     data = load_data(DataOptions(), 0, ranks)
-    _, _, loader = make_loaders(data, DataOptions(), 24, 0, ranks, CPU, torch.float32, Path())
+    _, _, loader = rank_loaders(data, DataOptions(), 24, 0, ranks.share, CPU, torch.float32, Path())
     result = evaluate(model, loader, len(data.val))
     return result, all(module.training for module in model.modules())
 
@@ -431,7 +431,7 @@ def stop_at(ranks: Ranks, steps: int) -> tuple[int, int]:
     try:
         for step in range(1, steps):
             if ranks.rank == 1 and step == 300:
-                stop.requested = 15
+                stop.requests.came = 15
             torch.zeros(200, 200).sum()
             if stop.after(step):
                 return step, calls
@@ -514,9 +514,9 @@ def test_a_first_step_that_overflows_leaves_nothing_behind(pool: Pool, tmp_path:
     """A fused optimizer would keep momenta of memory that nobody wrote."""
     pool.run(overflowing, 2, tmp_path / "run")
     (path,) = (tmp_path / "run" / "snapshots").iterdir()
-    found = read(path)
-    assert found["optimizer"]["state"] == {}
-    assert found["scaler"]["scale"] == 2.0**58
+    parts = read(path)["parts"]
+    assert parts["optimizer"]["state"] == {}
+    assert parts["scaler"]["scale"] == 2.0**58
 
 
 def test_a_loss_that_is_not_finite_stops_every_rank_and_spares_the_snapshots(

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from common.errors import InputError
 from common.training.evaluate import best_metric, explosion
@@ -21,6 +22,35 @@ def test_cosine_goes_from_lr_to_lrf() -> None:
     assert rates[10] == pytest.approx((0.2 + 0.02) / 2)
     assert rates[20] == pytest.approx(0.02)
     assert rates == sorted(rates, reverse=True)
+
+
+def test_a_cosine_by_epoch_is_that_of_lambda_lr_stepped_after_each_epoch() -> None:
+    options = OptimizerOptions(lr=0.2, lrf=0.1, epochs=5, lr_schedule="cosine-by-epoch")
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda epoch: (1 + math.cos(epoch * math.pi / 5)) / 2 * (1 - 0.1) + 0.1
+    )
+    for epoch in range(5):
+        rates = [options.learning_rate(7 * epoch + step, 7, 96) for step in range(7)]
+        assert rates == pytest.approx(schedule.get_last_lr() * 7)
+        optimizer.step()
+        schedule.step()
+
+
+def test_a_cosine_by_epoch_begins_after_the_warm_up() -> None:
+    options = OptimizerOptions(
+        lr=1, lrf=0, epochs=6, warmup_epochs=2, lr_schedule="cosine-by-epoch"
+    )
+    rates = [options.learning_rate(step, 10, 96) for step in range(60)]
+    assert rates[19:30] == pytest.approx([1.0] * 11)
+    assert rates[30:40] == pytest.approx([(1 + math.cos(math.pi / 4)) / 2] * 10)
+
+
+def test_a_constant_rate_stays() -> None:
+    options = OptimizerOptions(lr=0.2, epochs=3, warmup_epochs=1, lr_schedule="constant")
+    rates = [options.learning_rate(step, 10, 96) for step in range(30)]
+    assert rates[:10] == pytest.approx([0.02 * (step + 1) for step in range(10)])
+    assert set(rates[10:]) == {0.2}
 
 
 def test_linear_scaling_is_reached_by_warm_up() -> None:

@@ -205,18 +205,7 @@ def test_through_the_command_line(recipe: Recipe, reference: Result) -> None:
     assert_same_bits(result.assert_ok(), reference)
 
 
-RESNET = (
-    "--model",
-    "resnet18",
-    "--lr",
-    "0.02",
-    "--epochs",
-    "3",
-    "--log-every",
-    "1",
-    "--virtual-ranks",
-    "4",
-)
+RESNET = "--model resnet18 --lr 0.02 --epochs 3 --log-every 1 --virtual-ranks 4".split()
 
 
 class Shared(nn.Module):

@@ -75,11 +75,7 @@ Thread 0x00007e (most recent call first):
             r"did not come to all_reduce 7, which rank 0 on host0 calls at train.py:10 \(train\): "
             r"it is at data.py:9 \(load\)",
         ),
-        (
-            [at("a", waits(8), waits(7)), {}],
-            "rank 1 on host1",
-            "to all_reduce 7, .*left no st",
-        ),
+        ([at("a", waits(8), waits(7)), {}], "rank 1 on host1", "to all_reduce 7, .*left no st"),
         ([at("a", waits(7)), None], "rank 1 on an unknown host", "did not come to all_reduce 7"),
         ([at("a", waits(7)), {}, {}], "rank 1 on host1", r"\(nor did rank 2\)"),
         (

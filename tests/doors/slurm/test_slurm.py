@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slurm
 ASK_S = 0.5  # asking Slurm costs time that the jobs could use
 EVERY = 10  # steps between two snapshots
 OPTIONS = ("--epochs", "12", "--snapshot-every", str(EVERY), "--log-every", "1")
+FOR_EVER = ("--epochs", "100000", "--log-every", "1")
 TWO_BY_TWO = ("--nodes", "2", "--ntasks-per-node", "2")
 ONE_EACH = ("--nodes", "2", "--ntasks-per-node", "1")  # half the start-up, where that is as good
 FILES = ("train", "torchrun")
@@ -67,6 +68,13 @@ print(json.dumps(["probe", ranks.launcher, ranks.rank, ranks.local_rank, ranks.w
 """
 
 
+def steps_of(run: Path) -> int:
+    """The last step in a run's metrics."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
 @dataclass
 class Job:
     """A job and what it leaves."""
@@ -83,9 +91,7 @@ class Job:
     @property
     def step(self) -> int:
         """The last step in the run's metrics."""
-        path = self.run / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return int(json.loads(lines[-1])["step"]) if lines else 0
+        return steps_of(self.run)
 
     @property
     def snapshots(self) -> list[int]:
@@ -265,11 +271,7 @@ def requeue(cluster: Cluster, job: Job) -> None:
 
 def preempt(cluster: Cluster, job: Job) -> None:
     cluster.run(
-        "sbatch",
-        "--partition=high",
-        "--nodes=4",
-        "--exclusive",
-        "--output=/dev/null",
+        *"sbatch --partition=high --nodes=4 --exclusive --output=/dev/null".split(),
         "--wrap=sleep 1",
     )
 
@@ -382,12 +384,7 @@ def test_submitit_goes_on_too(
     submit: Submitter, pair: Result, how: Callable[[Cluster, Job], None]
 ) -> None:
     done = submit_py(
-        submit,
-        *ONE_EACH,
-        "--slurm=nodelist=n[1-2]",
-        "--",
-        *OPTIONS,
-        env=submit.patch(STEP_S="0.1"),
+        submit, *ONE_EACH, "--nodelist=n[1-2]", "--", *OPTIONS, env=submit.patch(STEP_S="0.1")
     )
     assert done.returncode == 0, done.stderr
     (job,) = submitted(submit, done.stdout)
@@ -409,15 +406,16 @@ def test_submitit_here_and_now(submit: Submitter) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (("--nodes", "two"), "--nodes: invalid int value"),
+        (("--nodes", "two"), "--nodes: invalid literal"),
         (("--no-such",), "--no-such"),
         (("--gpus-per-node=2", "--tasks-per-node=1"), "one rank per GPU is needed"),
         (("--partition=none",), "sbatch refused: "),
         (("--runs", "/proc/no"), "cannot be written"),
         (("--local", "--runs", "/proc/no"), "cannot be written"),
         (("--", "--epocs", "3"), "--epocs"),
-        (("--slurm", "array=0-3"), "-- OPTIONS -- OPTIONS"),
-        (("--slurm", "time=1"), "give --time"),
+        (("--array=0-3",), "-- OPTIONS -- OPTIONS"),
+        (("--mem", "10", "lots"), "lots: the recipe's options go after a --"),
+        (("--local", "--partition", "high"), "no option of sbatch (partition)"),
         (("--", "--lr", "-1"), "--lr must be positive"),
         (("--", "--output-dir=x", "--", "--output-dir=x"), "would share --output-dir x"),
     ],
@@ -451,12 +449,7 @@ def test_a_signal_before_training_starts_the_job_again(
             "--overlap",
             "--jobid",
             job.job_id,
-            "-n1",
-            "-N1",
-            "-wn2",
-            "pkill",
-            "-USR2",
-            "-f",
+            *"-n1 -N1 -wn2 pkill -USR2 -f".split(),
             f"slurm-{job.job_id}$",
         )
     else:
@@ -558,14 +551,7 @@ def test_restarts_without_progress_end(submit: Submitter) -> None:
     """A loss that is not finite right after a snapshot, again and again."""
     env = {"MAX_RESTARTS": "1"}
     job = submit(
-        "train",
-        "ddp_launch",
-        "--lr",
-        "1e6",
-        "--snapshot-every",
-        "1",
-        "--log-every",
-        "1",
+        *"train ddp_launch --lr 1e6 --snapshot-every 1 --log-every 1".split(),
         env=env,
         sbatch=ONE_EACH,
     )
@@ -643,11 +629,7 @@ def test_wrong_at_the_start_of_torchrun(submit: Submitter, what: str) -> None:
 
 # A shell of a step, in an allocation.
 _SESSION = (
-    "salloc",
-    "--nodelist=n1",
-    "--ntasks=1",
-    "--mem-per-cpu=500",
-    "--gpus-per-node=2",
+    *"salloc --nodelist=n1 --ntasks=1 --mem-per-cpu=500 --gpus-per-node=2".split(),
     sys.executable,
     "-c",
     "import pty, sys; pty.spawn(['srun', '--pty', *sys.argv[1:]])",
@@ -663,10 +645,7 @@ def test_an_interactive_session_leaks_nothing_into_a_job(submit_strictly: Submit
     python = stub(submit.folder, "python", noting)["PATH"].split(":")[0] + "/python"
     jobs = [
         submit(
-            "train",
-            "ddp_launch",
-            "--epochs",
-            "1",
+            *"train ddp_launch --epochs 1".split(),
             sbatch=sbatch,
             env={"PYTHON": python, **env},
             inside=_SESSION,
@@ -713,12 +692,7 @@ def test_ranks_left_in_the_shell_are_not_the_jobs(submit: Submitter, file: str) 
 def test_torchrun_has_its_ranks_memory(submit_strictly: Submitter) -> None:
     """As the README asks for it; that of one core is too little."""
     job = submit_strictly(
-        "torchrun",
-        "ddp_launch",
-        "--epochs",
-        "1",
-        "--device",
-        "cpu",
+        *"torchrun ddp_launch --epochs 1 --device cpu".split(),
         sbatch=(*TWO_BY_TWO, "--gpus-per-node=2"),
     )
     assert job.result.assert_ok().summary["world_size"] == 4
@@ -817,12 +791,21 @@ def test_fewer_ranks_than_the_gpus_of_an_exclusive_node(submit: Submitter) -> No
         job.result.assert_ok()
 
 
+def go_on_together(submit: Submitter, jobs: Sequence[Job], runs: Sequence[Path]) -> None:
+    """Wait until every run trains while no other one has ended, then stop them all."""
+    wait_for(lambda: all(steps_of(run) > 20 for run in runs))
+    for job in jobs:
+        assert job.info["JobState"] == "RUNNING", job.said
+        submit.cluster.run("scancel", job.job_id)
+    said = [(job.ended(), job.said)[1] for job in jobs]
+    assert sum(len(re.findall(r"stopped after step \d+", text)) for text in said) == len(runs)
+
+
 def test_an_array_on_one_node_shares_no_port(submit: Submitter) -> None:
-    options = ("--epochs", "4")
     array = submit(
         "train",
         "ddp_launch",
-        *options,
+        *FOR_EVER,
         name="%a",
         sbatch=("--array=0-3", "--ntasks-per-node=2", "--nodelist=n3"),
     )
@@ -835,9 +818,7 @@ def test_an_array_on_one_node_shares_no_port(submit: Submitter) -> None:
         )
         for task in range(4)
     ]
-    assert len({job.result.assert_ok().sha for job in jobs}) == 1
-    started = [job.info["StartTime"] for job in jobs]
-    assert all(job.info["EndTime"] > max(started) for job in jobs), "not at the same time"
+    go_on_together(submit, jobs, [job.run for job in jobs])
 
 
 def test_an_array_over_seeds(submit: Submitter) -> None:
@@ -848,10 +829,7 @@ def test_an_array_over_seeds(submit: Submitter) -> None:
         "--parsable",
         "--array=0-1",
         f"--output={submit.folder}/%a.log",
-        "--requeue",
-        "--signal=USR2@120",
-        "--open-mode=append",
-        "--time=1:00:00",
+        *"--requeue --signal=USR2@120 --open-mode=append --time=1:00:00".split(),
         f"--wrap={wrap}",
         env={"RUNS": str(submit.folder)},
     ).stdout.strip()
@@ -894,19 +872,10 @@ def test_a_shell_that_srun_opens_is_no_rank(submit: Submitter) -> None:
 
 
 def test_two_steps_side_by_side_share_no_port(submit: Submitter) -> None:
-    step = f"srun --exact --ntasks=2 {sys.executable} -m recipes ddp_launch --epochs 4 --output-dir"
-    job = submit(
-        submit.script(f"{step} a & first=$!\n{step} b & wait $first && wait $!"),
-        sbatch=("--ntasks=4", "--nodes=1"),
-    )
-    assert job.ended()["ExitCode"] == "0:0", job.said
-    for name in "ab":
-        assert json.loads((submit.folder / name / "summary.json").read_text())["world_size"] == 2
-    begun, ended = (
-        [(submit.folder / name / file).stat().st_mtime for name in "ab"]
-        for file in ("manifest.json", "summary.json")
-    )
-    assert max(begun) < min(ended), "one after the other"
+    command = f"{sys.executable} -m recipes ddp_launch {' '.join(FOR_EVER)} --output-dir"
+    step = f"srun --exact --ntasks=2 {command}"
+    job = submit(submit.script(f"{step} a & {step} b & wait"), sbatch=("--ntasks=4", "--nodes=1"))
+    go_on_together(submit, [job], [submit.folder / name for name in "ab"])
 
 
 def probes(text: str) -> list[list[Any]]:
@@ -958,11 +927,7 @@ def test_without_srun_and_by_torchrun_in_an_allocation(submit: Submitter) -> Non
         "salloc",
         "--ntasks=2",
         sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "-m",
-        "recipes.ddp_launch.train",
+        *"-m torch.distributed.run --nproc-per-node=2 -m recipes.ddp_launch.train".split(),
         *options,
         "torchrun",
         cwd=submit.folder,
@@ -974,13 +939,7 @@ def test_without_srun_and_by_torchrun_in_an_allocation(submit: Submitter) -> Non
 def test_arguments_reach_the_recipe_untouched(submit: Submitter) -> None:
     folder = submit.folder / "a 'quoted' \"folder\" $HOME"
     job = submit(
-        "train",
-        "ddp_launch",
-        "--epochs",
-        "1",
-        "--output-dir",
-        folder,
-        sbatch=("--ntasks-per-node=2",),
+        *"train ddp_launch --epochs 1 --output-dir".split(), folder, sbatch=("--ntasks-per-node=2",)
     )
     assert job.ended()["ExitCode"] == "0:0", job.said
     assert (folder / "summary.json").exists()
@@ -1147,8 +1106,7 @@ def test_a_held_job_outlives_ctrl_c_and_says_that_its_repository_was_moved(
         "ddp_launch",
         "--runs",
         submit.folder,
-        "--slurm",
-        "hold",
+        "--hold",
         "--follow",
         cwd=submit.folder,
         # Where the tests run in a shell's background, they and what they start are deaf to it.

@@ -1,12 +1,32 @@
-"""The first lines of a run: on what it trains."""
+"""How a run begins: logs, determinism, the seed, and a first line that says on what it trains."""
 
 import torch
 
 from common import log
-from common.group.devices import choose_backend
+from common.group.devices import choose_backend, choose_device
 from common.group.host import usable_cores
 from common.launch.ranks import Ranks
 from common.run.options import RunOptions
+from common.seeds import seed_everything, set_determinism
+from common.terminal import set_up_logs
+
+
+def set_up(options: RunOptions, ranks: Ranks) -> None:
+    """Set up logs and determinism, and seed every rank alike: all draw the same initial weights.
+
+    Call it before any CUDA work.
+    """
+    set_up_logs(ranks)
+    set_determinism(**options.determinism)
+    seed_everything(options.seed)
+
+
+def begin(recipe: str, options: RunOptions, ranks: Ranks) -> torch.device:
+    """Set up this process, choose its device, and announce the run; returns the device."""
+    set_up(options, ranks)
+    device = choose_device(options.device, ranks)
+    announce(recipe, options, ranks, device)
+    return device
 
 
 def announce(recipe: str, options: RunOptions, ranks: Ranks, device: torch.device) -> None:

@@ -1,0 +1,57 @@
+"""The parts of a rank's batch in each step of DDP: what the options of `ParallelOptions` do."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from common.replicas import audit
+from common.run.loop import Loop
+from common.training.ddp import ParallelOptions, micro_batches, set_comm_hook, warm_up
+from common.training.virtual_ranks import seed_shards, use_virtual_ranks
+
+
+class MicroBatches:
+    """The micro-batches of each step: one, or `--accumulate`; or the shards of virtual ranks.
+
+    With the default options DDP is left as it is.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        options: ParallelOptions,
+        loop: Loop,
+        autocast: torch.autocast,
+    ) -> None:
+        """Change how `ddp`, before its first forward pass, sums up gradients. Calls collectives.
+
+        `autocast` is the context that training uses.
+
+        Raises:
+            InputError: the options do not fit the batch or the number of ranks.
+        """
+        self.ddp, self.options, self.loop, self.autocast = ddp, options, loop, autocast
+        self.size = options.micro_batch_size(loop.batches.batch_size_per_rank)
+        set_comm_hook(ddp, options)
+        if options.virtual_ranks:
+            size, timeout_s = loop.batches.global_batch_size, loop.run.options.timeout_s
+            use_virtual_ranks(ddp, options.virtual_ranks, size, timeout_s, options.audit)
+
+    def warm_up(self, sample: Any) -> None:
+        """Train mode, and DDP's buckets made final: why, `common.training.ddp.warm_up` says."""
+        warm_up(self.ddp, sample, self.size, self.autocast)
+
+    def of(self, batch: Any) -> Iterator[Any]:
+        """The parts of this rank's batch; DDP sends gradients with the last part only.
+
+        Raises:
+            TrainingError: after the last part, if `--audit` is due: another rank computes one
+                rank's gradients otherwise than that rank.
+        """
+        if self.options.virtual_ranks:
+            seed_shards(self.ddp, self.loop.run.options.seed, self.loop.state.step)
+        yield from micro_batches(self.ddp, batch, self.options.accumulate)
+        if self.options.audit:
+            self.loop.stop_if_corrupt(audit(self.ddp.module, self.autocast))

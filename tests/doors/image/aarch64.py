@@ -1,0 +1,146 @@
+"""`make image-aarch64`: build the image for 64-bit ARM, train and test in it, under emulation.
+
+It takes hours and needs root, so it is run by hand, and writes docker/results/aarch64.json. It has
+not been run to its end yet. qemu-aarch64 runs every program of the image: the result says nothing
+of a real ARM machine.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from common import ROOT
+from common.machine import describe_machine
+from common.writing import write_json
+from tests.helpers.engine import Engine
+
+RESULT = ROOT / "docker" / "results" / "aarch64.json"
+IMAGE = "torch-recipes:aarch64"
+CPU = "neoverse-n1"
+"""The emulated CPU, as qemu calls it: AWS's Graviton 2 and Ampere's Altra have its cores."""
+
+_BINFMT = Path("/proc/sys/fs/binfmt_misc")
+_ELF_OF_ARM = (
+    r":recipes-aarch64:M::\x7f\x45\x4c\x46\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7"
+    r"\x00:\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff:"
+    "/usr/bin/qemu-aarch64-static:OF"
+)
+
+RUNS = {
+    "2 processes": "--nproc 2",
+    "2 processes, again": "--nproc 2",
+    "stopped after step 200 and resumed": "--nproc 2 --max-steps 200",
+    "2 processes, --virtual-ranks 2": "--nproc 2 --virtual-ranks 2",
+    "1 process, --virtual-ranks 2": "--nproc 1 --virtual-ranks 2",
+}
+"""Runs of ddp_launch with its defaults. The first three must give one hash, and so the last two."""
+
+TESTS = (
+    "tests/common/training tests/common/data tests/common/snapshots "
+    "tests/recipes/test_dp_scratch.py tests/recipes/test_checkpoint_rnn.py "
+    "tests/recipes/test_model_parallel_toy.py"
+)
+
+
+@contextmanager
+def programs_of_arm_run() -> Iterator[None]:
+    """Let the kernel start ARM programs in qemu, in containers too, unless it does already."""
+    if not (_BINFMT / "register").exists():
+        subprocess.run(["mount", "-t", "binfmt_misc", "none", _BINFMT], check=True)
+    if any("aarch64" in entry.name for entry in _BINFMT.iterdir()):
+        yield
+        return
+    (_BINFMT / "register").write_text(_ELF_OF_ARM)
+    try:
+        yield
+    finally:
+        (_BINFMT / "recipes-aarch64").write_text("-1")
+
+
+def build(engine: Engine, target: str) -> float:
+    """Build a target of the shipped Dockerfile by `make image`; the seconds that it took."""
+    begun_s = time.monotonic()
+    arguments = " ".join(engine.build_arguments(target))
+    image = f"IMAGE={IMAGE}-{target}"
+    engine.call("make", "image", image, f"TARGET={target}", f"BUILD={arguments}", timeout_s=30_000)
+    return round(time.monotonic() - begun_s)
+
+
+def run(engine: Engine, target: str, folder: Path, *words: str) -> str:
+    """What a container printed, on both streams; `folder` is its /workspace/runs."""
+    user = f"{os.getuid()}:{os.getgid()}"
+    options = ["--rm", "--platform=linux/arm64", "--shm-size=1g", "--user", user]
+    options += ["--env", f"QEMU_CPU={CPU}", "--volume", f"{folder}:/workspace/runs"]
+    if target == "development":
+        options += ["--workdir", "/opt/recipes", "--entrypoint", "python"]
+    done = engine.run("run", *options, f"{IMAGE}-{target}", *words, timeout_s=30_000)
+    return done.stdout + done.stderr
+
+
+def train(engine: Engine, folder: Path) -> dict[str, Any]:
+    """Every run of RUNS: its hash, where its bits hold, and its seconds."""
+    found = {}
+    for number, (name, options) in enumerate(RUNS.items()):
+        command = ["ddp_launch", *options.split(), "--output-dir", f"runs/{number}"]
+        begun_s = time.monotonic()
+        run(engine, "runtime", folder, *command)
+        if "--max-steps" in options:
+            run(engine, "runtime", folder, *command[: command.index("--max-steps")], *command[-2:])
+        summary = json.loads((folder / str(number) / "summary.json").read_text())
+        seen = {key: summary[key] for key in ("weights_sha256", "val_accuracy", "bits_hold_on")}
+        found[name] = {**seen, "elapsed_s": round(time.monotonic() - begun_s)}
+        print(f"{name}: {found[name]}", flush=True)
+    return found
+
+
+def main() -> int:
+    """Build, train, test; 1 if a hash differs that must not, or a test fails."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    begun_s, machine = time.monotonic(), describe_machine()
+    with programs_of_arm_run(), tempfile.TemporaryDirectory() as folder:
+        engine = Engine(architecture="arm64")
+        try:
+            build_s = {target: build(engine, target) for target in ("runtime", "development")}
+            print(f"built: {build_s}", flush=True)
+            runs = train(engine, Path(folder))
+            said = run(
+                engine,
+                "development",
+                Path(folder),
+                *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"),
+                *TESTS.split(),
+            )
+        finally:
+            engine.close()
+    one, again, resumed, two, single = (runs[name]["weights_sha256"] for name in RUNS)
+    counts = re.findall(r"(?m)^.*\d+ passed.*$", said)[-1]
+    same = one == again == resumed and two == single
+    emulator = subprocess.run(["qemu-aarch64-static", "--version"], capture_output=True, text=True)
+    write_json(
+        RESULT,
+        {
+            "command": "make image-aarch64",
+            "emulator": f"{emulator.stdout.splitlines()[0]}, -cpu {CPU}",
+            "machine": machine,
+            "elapsed_s": round(time.monotonic() - begun_s),
+            "build_s": build_s,
+            "runs": runs,
+            "the_same_bits": same,
+            "tests": {"files": TESTS, "result": counts.strip("= ")},
+        },
+    )
+    print(f"{'the same bits' if same else 'hashes differ'}; {counts}; {RESULT.relative_to(ROOT)}")
+    return int(not same or "failed" in counts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
