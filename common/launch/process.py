@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any, NoReturn
 
 from common import ROOT
@@ -82,6 +83,7 @@ def run_rank(body: Callable[[], Any], ranks: Ranks) -> int:
     die_with_parent()
     keep_freed_memory()
     os.register_at_fork(before=_remember_parent, after_in_child=_end_with_rank)
+    fork_while_threads_sleep()
     stop_at_once()
     begin_work()
     os.umask(os.umask(0o077) | stat.S_IWOTH)  # nobody outside the group may change the run
@@ -152,6 +154,32 @@ def die_with_parent() -> None:
         end_with_parent()
         if os.getppid() != int(parent):  # it ended before
             os._exit(STATUS_FAILED)
+
+
+def fork_while_threads_sleep() -> None:
+    """Let each fork of this process wait until its other threads sleep, on old Python.
+
+    Else the child may hang for ever before its first line of Python: it inherits the interpreter's
+    lock as taken if at this moment another thread becomes known to Python, as gloo's do when they
+    drop a collective's tensors.
+
+    Source: CPython's issue 112275, mended in Python 3.11.10 and 3.12.
+    """
+    if sys.version_info < (3, 11, 10):
+        os.register_at_fork(before=_let_threads_sleep)
+
+
+def _let_threads_sleep(at_most_s: float = 2) -> None:
+    own, until_s = str(threading.get_native_id()), monotonic() + at_most_s
+    while monotonic() < until_s:
+        states = set()
+        for thread in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # it has ended
+                if thread.name != own:
+                    states.add((thread / "stat").read_text().rpartition(") ")[2][0])
+        if states <= {"S"}:
+            return
+        sleep(0.0001)  # without the GIL
 
 
 def show_messages_to_parent() -> None:

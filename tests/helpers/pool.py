@@ -1,7 +1,11 @@
 """Ranks that outlive a test: starting Python and importing torch costs more than most laws."""
 
 import contextlib
+import faulthandler
 import io
+import os
+import signal
+import time
 import traceback
 from collections.abc import Callable
 from importlib import import_module
@@ -9,12 +13,14 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
+import pytest
 import torch
 from torch import multiprocessing
 
 from common.group.process_group import process_group
 from common.kernels import choose_kernels
 from common.launch.port import listen
+from common.launch.process import fork_while_threads_sleep
 from common.launch.ranks import Ranks
 
 PATIENCE_S = 480
@@ -26,10 +32,14 @@ class Pool:
     """Processes that each run a function as one rank of a world, and then wait for the next."""
 
     def __init__(self, size: int) -> None:
+        self.size = size
+        self.start()
+
+    def start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.connections: list[Connection] = []
         self.processes: list[SpawnProcess] = []
-        for _ in range(size):
+        for _ in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=False)
             process.start()
@@ -49,12 +59,25 @@ class Pool:
             self.connections[rank].send((function, ranks, args))
         answers: list[tuple[Any, Exception | None]] = []
         for connection in self.connections[:world_size]:
-            assert connection.poll(PATIENCE_S), f"no answer within {PATIENCE_S} s"
+            if not connection.poll(PATIENCE_S):
+                self.replace()
+                pytest.fail(f"no answer within {PATIENCE_S} s; the ranks' stacks are on stderr")
             answers.append(connection.recv())
         for _, error in answers:
             if error is not None:
                 raise error
         return [answer for answer, _ in answers]
+
+    def replace(self) -> None:
+        """Other processes instead of those that hang, for the next tests; say where they were."""
+        for process in self.processes:
+            assert process.pid
+            os.kill(process.pid, signal.SIGUSR2)
+        time.sleep(5)  # they write their stacks
+        for process in self.processes:
+            process.kill()
+        self.close()
+        self.start()
 
     def close(self) -> None:
         """End the processes."""
@@ -86,6 +109,8 @@ def call_main(_ranks: Ranks, name: str, arguments: list[str]) -> tuple[int, str,
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     choose_kernels(portable=True)
+    fork_while_threads_sleep()
+    faulthandler.register(signal.SIGUSR2)
     while True:
         try:
             function, ranks, args = connection.recv()

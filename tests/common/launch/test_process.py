@@ -1,0 +1,50 @@
+"""What a rank's process forks."""
+
+import ctypes
+import subprocess
+import sys
+import threading
+from time import sleep
+
+import pytest
+
+from common.launch import process
+from tests.helpers.commands import ROOT, clean_env
+from tests.helpers.pool import PATIENCE_S
+
+
+def test_a_fork_waits_until_the_other_threads_sleep() -> None:
+    """One of them may hold the interpreter's lock, which the child would inherit as taken."""
+    size = 2**28
+    block = ctypes.create_string_buffer(size)
+    fill = ctypes.CDLL(None).memset  # without the GIL
+    thread = threading.Thread(target=fill, args=(block, 1, ctypes.c_size_t(size)))
+    thread.start()
+    while block[0] != b"\1":
+        sleep(0)
+    process._let_threads_sleep(PATIENCE_S)
+    assert block[size - 1] == b"\1"
+    thread.join()
+
+
+RANK = """
+import multiprocessing, sys
+from common.launch import process
+from common.launch.ranks import Ranks
+sys.version_info = tuple(map(int, sys.argv[1].split(".")))
+process._let_threads_sleep = lambda: print("waits")
+def fork():
+    child = multiprocessing.get_context("fork").Process(target=lambda: None)
+    child.start()
+    child.join()
+sys.exit(process.run_rank(fork, Ranks()))
+"""
+
+
+@pytest.mark.parametrize(("version", "waits"), [("3.11.2", True), ("3.11.10", False)])
+def test_ranks_of_old_pythons_fork_so(version: str, *, waits: bool) -> None:
+    command = [sys.executable, "-c", RANK, version]
+    done = subprocess.run(
+        command, cwd=ROOT, env=clean_env(), check=True, text=True, stdout=subprocess.PIPE
+    )
+    assert done.stdout == "waits\n" * waits
