@@ -68,6 +68,7 @@ Where to change what. Each room and file imports only from those below it; a tes
       capacity          how many ranks fit this machine
     watch/              runs that watch themselves
       stragglers        which rank is slow
+      clock             where the time goes: data, computing, waiting for others, saving ...
       record            where each rank is while it makes no step
       verdict           which rank hangs, and in which collective
     hints               advice for errors of PyTorch, NCCL and CUDA; options as others spell them

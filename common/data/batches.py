@@ -1,6 +1,6 @@
 """Batches on the device: images travel as bytes, and the next batch is copied ahead of time."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import length_hint
 from typing import Any
 
@@ -36,6 +36,8 @@ class DeviceBatches:
         self.loader, self.device, self.dtype = loader, device, dtype
         mean_of, std_of = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (mean, std))
         self.scale, self.shift = 1 / (255 * std_of), mean_of / std_of
+        self.on_batch: Callable[[], None] = lambda: None
+        """Is called when a batch is ready for use."""
         # One for all epochs, because the memory that a batch leaves is used again on its stream.
         self.copying = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -66,7 +68,10 @@ class DeviceBatches:
         """The batches on the device."""
         copying, ready = self.copying, None
         if copying is None:
-            yield from map(self.prepare, self.loader)
+            for batch in self.loader:
+                batch = self.prepare(batch)
+                self.on_batch()
+                yield batch
             return
         copying.wait_stream(torch.cuda.current_stream(self.device))  # made scale and shift
         for batch in self.loader:
@@ -85,4 +90,5 @@ class DeviceBatches:
         training.wait_event(arrived)
         # Or the memory could be reused while it is still read.
         tree_map_only(Tensor, lambda tensor: tensor.record_stream(training), batch)
+        self.on_batch()
         return batch

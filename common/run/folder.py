@@ -35,6 +35,7 @@ from common.snapshots.snapshot_files import newest_name
 from common.snapshots.state import TrainingState
 from common.terminal import show_table
 from common.training.models import how_to_build
+from common.watch.clock import Clock, in_words
 from common.watch.record import Watch
 from common.weights import save_weights, weights_sha256
 from common.writing import RESUME, part_from_copies, write_bytes, write_json, writing
@@ -58,6 +59,7 @@ class Run:
         self.options: RunOptions = config.run
         self.devices = list(dict.fromkeys(devices))
         self._started_s = time.monotonic()
+        self.clock = Clock(self.devices[0])
         self._values = {"recipe": recipe, **flatten(config)}
         given = {k: v for k, v in self._values.items() if k not in MAY_DIFFER_BY_HOST}
         refuse_unlike_rank_0(given, "not started like rank 0")
@@ -295,6 +297,8 @@ class Run:
     def _show(self, summary: dict[str, Any]) -> None:
         model = f"{self.folder / 'model.pt'} (how to use it: docs/use.md)"
         shown = {key: value for key, value in summary.items() if key != "preprocessing_sha256"}
+        if spent_s := shown.get("time_s"):
+            shown["time_s"] = in_words(spent_s)
         show_table({**shown, "output_dir": str(self.folder), "model": model})
 
 

@@ -7,6 +7,7 @@ resume depends, is here in one place.
 import os
 import signal
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any, NoReturn
 
 import torch
@@ -38,6 +39,7 @@ from common.training.losses import (
     warn_of_means,
 )
 from common.training.optimizer import ScheduleOptions
+from common.watch.clock import KINDS, advice, shares
 from common.watch.stragglers import ComputeTime
 from common.weights import save_weights, weights_sha256
 
@@ -67,7 +69,8 @@ class Loop:
         run.resolve(lr=float(options.lr))  # a snapshot holds plain numbers
         if data.resize:
             run.resolve(image_size=data.side)
-        self.compute = ComputeTime(run.devices[0])
+        self.clock, self.compute = run.clock, ComputeTime(run.clock)
+        self._spent_s = torch.zeros(run.ranks.world_size, len(KINDS), dtype=torch.float64)
         self._trace = StepTrace(run.ranks.rank)
         self._metrics: dict[str, float] = {}
         total_steps = options.epochs * batches.steps_per_epoch
@@ -133,7 +136,6 @@ class Loop:
             signal.signal(signal.SIGINT, self._interrupt)
         self._progress = progress_bar(self.last_step, self.state.step, main=self.run.ranks.is_main)
         self._trace.before(self.state.step + 1)
-        self.compute.start()
         first, end = self.state.epoch, -(-self.last_step // self.batches.steps_per_epoch)
         return range(first, max(end, first + 1))  # perhaps only the last evaluation is missing
 
@@ -162,7 +164,7 @@ class Loop:
             StopRequested: a signal came; the state is saved.
         """
         self._trace.after(self.state.step + 1, self.run.folder / "trace")
-        self.compute.end_step()
+        self.clock.end_step()
         run, state, lr = self.run, self.state, self.lr
         begun = self._resumed_from or 0
         refuse_other_losses(losses, self.batches.batch_size_per_rank)
@@ -181,13 +183,15 @@ class Loop:
         self._progress.set_description_str(epoch, refresh=False)
         self._progress.update()
         if state.step % self.log_every == 0:
-            of_step, of_epoch, compute_s = self._gather(losses)
+            of_step, of_epoch, compute_s, spent_s = self._gather(losses)
             both = torch.cat([of_step, of_epoch], dim=1)
             snapshot.refuse_non_finite(both, state.step, run.snapshots)
             loss, mean_loss = (part.flatten().mean().item() for part in (of_step, of_epoch))
             self._progress.set_postfix_str(f"loss {loss:.4f}, mean {mean_loss:.4f}", refresh=False)
-            speed = self._speed.measured()
-            run.metrics(state.step, state.epoch, loss=loss, lr=lr, **speed)
+            speed, since_s = self._speed.measured(), spent_s - self._spent_s
+            self._spent_s, since_s[:, 0] = spent_s, 0  # without the start
+            spent = {f"time_{kind}": fmean(own) for kind, own in shares(since_s).items()}
+            run.metrics(state.step, state.epoch, loss=loss, lr=lr, **speed, **spent)
             self._show_slow_ranks(compute_s, **speed)
         every = run.options.snapshot_every
         saves = every > 0 and state.step % every == 0
@@ -199,11 +203,12 @@ class Loop:
             self.save()
             self._speed.resume()
         self._trace.before(state.step + 1)
-        self.compute.start()
+        self.clock.begin_step()
 
     def _gather(self, losses: Tensor) -> Sequence[Tensor]:
         """All ranks' losses of this step, means over the epoch, and times, in one message."""
         parts = [losses, self.state.loss_sum / self.state.batch, self.compute.halves()]
+        parts.append(self.clock.seconds())
         own = [part.double().flatten().cpu() for part in parts]
         return torch.split(gather_numbers(torch.cat(own)), [len(part) for part in own], dim=1)
 
@@ -217,11 +222,13 @@ class Loop:
 
     def save(self) -> None:
         """Write a snapshot of this step, unless there is one; pause the measurement of speed."""
+        self.clock.turn_to("save")
         if self._check_every and self.state.saved_step != self.state.step:
             self._check_replicas()
         self._speed.pause()
         self.state.metrics_bytes, self.state.metrics_sha256 = self.run.metrics_so_far()
         self.state.save(self.run.snapshots, self._identity, self.run.options.keep_snapshots)
+        self.clock.turn_to("evaluate")  # if an epoch has ended
 
     def _check_replicas(self) -> None:
         buffers = bool(self._identity.get("virtual_ranks"))
@@ -250,6 +257,7 @@ class Loop:
             StopRequested: a signal came; the state is saved.
         """
         run, state = self.run, self.state
+        self.clock.turn_to("other")
         means = torch.tensor([[*result.means.values()]])
         broken = ", ".join(f"val_{name}" for name in result.not_finite)
         snapshot.refuse_non_finite(means, state.step, run.snapshots, broken)
@@ -281,7 +289,7 @@ class Loop:
             if self._stop.after(state.step, at_once=True):
                 self._leave()
             state.next_epoch()
-            self.compute.start()
+            self.clock.begin_step()
             self._progress.set_postfix_str("", refresh=False)
         else:
             self._progress.close()
@@ -289,7 +297,9 @@ class Loop:
     def finish(self, state_dict: dict[str, Tensor], **more: Any) -> None:
         """Write the model and the summary, to which `more` is added."""
         self.state.wait()
-        result = self._result
+        result, spent_s = self._result, gather_numbers(self.clock.seconds())
+        for line in advice(shares(spent_s)):
+            log.info(line)
         summary: dict[str, Any] = {
             "epochs": self.state.epoch + 1,
             "steps": self.state.step,
@@ -298,6 +308,7 @@ class Loop:
             "val_total": result.total,
             **self._speed.measured(),
             "peak_memory_bytes": peak_memory_bytes(self.run.devices),
+            "time_s": dict(zip(KINDS, spent_s.T.round(decimals=3).tolist(), strict=True)),
             "resumed_from": self._resumed_from,
         }
         if best := self.state.best:

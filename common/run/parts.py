@@ -41,6 +41,7 @@ def make_loaders(
     device = device or run.devices[0]
     seed, folder = run.options.seed, run.folder
     loaders = rank_loaders(data, options, batch_size, seed, share, device, dtype, folder)
+    loaders[1].on_batch = run.clock.end_load
     run.resolve(num_workers=loaders[1].num_workers)
     return loaders
 

@@ -12,11 +12,10 @@ rank is named only after it was the slow one for a while without a break.
 
 import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from time import monotonic, perf_counter
-from typing import Any, NamedTuple
+from time import monotonic
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from common.watch import verdict
+from common.watch.clock import Clock
 
 WINDOW = 50
 """Steps that are compared at once [steps]."""
@@ -83,15 +83,12 @@ def find_slow(
 class ComputeTime:
     """The time that this rank computes and waits per step, over the last `WINDOW` steps.
 
-    On a GPU, events are put into its queue and read after it has passed them, so that nothing ever
-    waits for it.
+    A rank that waits for data computes: the others wait for it.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._compared = device, 0
-        self._since: Any = None
-        self._parts: list[tuple[Any, Any]] = []
-        self._queued: deque[list[tuple[Any, Any]]] = deque()
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._compared = clock, 0
+        clock.on_step = self._add
         self._steps_s: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._lasts: dict[int, tuple[int, float]] = {}  # slow ranks: windows, since when
         self._named = set[int]()
@@ -102,61 +99,21 @@ class ComputeTime:
         last = next(parameter for parameter in ddp.parameters() if parameter.requires_grad)
         last.register_post_accumulate_grad_hook(self._note_ready)
         if ddp.broadcast_buffers:
-            ddp.register_forward_pre_hook(lambda *_: self._add(self._now()))
-            ddp.module.register_forward_pre_hook(lambda *_: self.start())
+            ddp.register_forward_pre_hook(lambda *_: self._clock.turn_to("communication"))
+            ddp.module.register_forward_pre_hook(lambda *_: self._clock.end_wait())
         if tree := getattr(ddp.module, "tree", None):  # --virtual-ranks
-            tree.waiting = self.waiting
-
-    def _now(self) -> Any:
-        if self._device.type == "cpu":
-            return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def start(self) -> None:
-        """From now on this rank computes."""
-        self._since = self._now()
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Within it this rank waits for others and does not compute."""
-        self._add(self._now())
-        yield
-        self.start()
-
-    def _add(self, until: Any) -> None:
-        if self._since is not None and until is not None:
-            self._parts.append((self._since, until))
-        self._since = None
+            tree.waiting = self._clock.communicating
 
     def _note_ready(self, _parameter: Tensor) -> None:
-        ready = self._now()
-
-        def averaged() -> None:
-            self._add(ready)
-            self.start()
-
+        self._clock.turn_to("communication")
         # DDP waits for the other ranks in a callback at the end of the backward pass. It registers
         # that callback after this hook, so only a callback's callback runs after it.
         queue = Variable._execution_engine.queue_callback
-        queue(lambda: queue(averaged))
+        queue(lambda: queue(self._clock.end_wait))
 
-    def end_step(self) -> None:
-        """What was measured since the last call is one step; now this rank does not compute."""
-        if not self._parts:  # it follows no steps
-            return
-        self._add(self._now())
-        self._queued.append(self._parts)
-        self._parts = []
-        gpu = self._device.type == "cuda"
-        while self._queued and (not gpu or self._queued[0][-1][1].query()):
-            parts = self._queued.popleft()
-            whole = (parts[0][0], parts[-1][1])
-            whole_s, *parts_s = (
-                a.elapsed_time(b) / 1000 if gpu else b - a for a, b in (whole, *parts)
-            )
-            self._steps_s.append((sum(parts_s), whole_s - sum(parts_s)))
+    def _add(self, step_s: Mapping[str, float]) -> None:
+        if waited_s := step_s["communication"]:
+            self._steps_s.append((step_s["data"] + step_s["compute"], waited_s))
 
     def halves(self) -> Tensor:
         """`PARTS` medians of the window [s], or zeros before it is full.

@@ -83,6 +83,7 @@ def test_make_run_trains_with_its_defaults(recipe: Recipe) -> None:
         "val_total",
         "samples_per_s",
         "peak_memory_bytes",
+        "time_s",
         "elapsed_s",
         "weights_sha256",
         "preprocessing_sha256",
@@ -136,7 +137,7 @@ def assert_record(folder: Path, summary: dict[str, Any]) -> None:
     assert len(list((folder / "snapshots").iterdir())) == 3
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    scalars = {"loss", "accuracy", "learning_rate", "samples_per_s", "train_loss"}
+    scalars = {"loss", "accuracy", "learning_rate", "samples_per_s", "train_loss", "time_data"}
     assert scalars <= set(events.Tags()["scalars"])
     accuracy = [event.value for event in events.Scalars("accuracy")]
     assert accuracy[-1] == pytest.approx(summary["val_accuracy"])

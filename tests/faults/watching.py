@@ -34,6 +34,7 @@ from common.run.options import RunOptions
 from common.seeds import set_determinism
 from common.training.ddp import warm_up
 from common.training.models import ModelOptions, build_model
+from common.watch.clock import Clock
 from common.watch.record import Watch, stop
 from common.watch.stragglers import ComputeTime
 from common.writing import write_json
@@ -75,9 +76,10 @@ def measure(ranks: Ranks, folder: Path) -> dict[str, list[float]]:
     """Seconds per step of each block on the slower rank, and seconds per look."""
     set_determinism(**RunOptions().determinism)
     images, labels = torch.randn(48, 1, 8, 8), torch.randint(10, (48,))
-    clock = ComputeTime(torch.device("cpu"))
+    clock = Clock(torch.device("cpu"))
+    compute = ComputeTime(clock)
     ddp, optimizer = replica(ModelOptions(), images)
-    clock.follow(ddp)
+    compute.follow(ddp)
     hooks = hooks_of(ddp)
     watched = [dict(registered) for registered in hooks]
     assert all(len(functions) == 1 for functions in watched), watched
@@ -101,11 +103,11 @@ def measure(ranks: Ranks, folder: Path) -> dict[str, list[float]]:
             if way == "slow ranks":
                 clock.end_step()
                 if progress.step % LOG_EVERY == 0:
-                    clock.halves()
-                clock.start()
+                    compute.halves()
+                clock.begin_step()
         mine = torch.tensor((time.perf_counter() - start_s) / STEPS)
         found[way].append(float(gather_numbers(mine).max()))
-    assert clock.halves().all(), "the clock measured no steps"
+    assert compute.halves().all(), "the clock measured no steps"
     for _ in range(20):
         progress.step += 1
         start_s = time.perf_counter()

@@ -59,10 +59,15 @@ class Pool:
             self.connections[rank].send((function, ranks, args))
         answers: list[tuple[Any, Exception | None]] = []
         for connection in self.connections[:world_size]:
-            if not connection.poll(PATIENCE_S):
-                self.replace()
-                pytest.fail(f"no answer within {PATIENCE_S} s; the ranks' stacks are on stderr")
-            answers.append(connection.recv())
+            try:
+                if connection.poll(PATIENCE_S):
+                    answers.append(connection.recv())
+                    continue
+                why = f"did not answer within {PATIENCE_S} s; the ranks' stacks are on stderr"
+            except EOFError:
+                why = "died"
+            self.replace()
+            pytest.fail(f"rank {len(answers)} {why}")
         for _, error in answers:
             if error is not None:
                 raise error
@@ -71,8 +76,8 @@ class Pool:
     def replace(self) -> None:
         """Other processes instead of those that hang, for the next tests; say where they were."""
         for process in self.processes:
-            assert process.pid
-            os.kill(process.pid, signal.SIGUSR2)
+            if process.is_alive():
+                os.kill(process.pid or 0, signal.SIGUSR2)
         time.sleep(5)  # they write their stacks
         for process in self.processes:
             process.kill()

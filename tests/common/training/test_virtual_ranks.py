@@ -29,11 +29,11 @@ TRICKY: dict[str, dict[str, Any]] = {
 
 
 def numbers(run: Result) -> list[dict[str, Any]]:
-    """Every line of metrics.jsonl but how fast it went."""
-    lines = run.metrics
-    for line in lines:
-        line.pop("samples_per_s", None)
-    return lines
+    """Every line of metrics.jsonl but how fast it went, and where the time went."""
+    return [
+        {name: x for name, x in line.items() if name != "samples_per_s" and name[:5] != "time_"}
+        for line in run.metrics
+    ]
 
 
 def assert_same_bits(run: Result, reference: Result) -> None:

@@ -28,10 +28,11 @@ from common.launch.ranks import Ranks
 from common.launch.report import show_cause, show_whereabouts
 from common.training.virtual_ranks import Tree, use_virtual_ranks
 from common.watch import record, stragglers, verdict
+from common.watch.clock import Clock
 from common.watch.stragglers import ComputeTime, Slow, find_slow
 from tests.helpers.commands import Recipe, wait_for
 from tests.helpers.failures import LATE, WAITED, said
-from tests.helpers.pool import Pool, in_group
+from tests.helpers.pool import PATIENCE_S, Pool, in_group
 
 
 def waits(number: int, kind: str = "all_reduce", group: str = "0", *ranks: int) -> dict[str, Any]:
@@ -302,7 +303,7 @@ def _hang(ranks: Ranks, logs: Path, keep_gil: bool) -> str:
 def hang_in_pairs(ranks: Ranks, logs: Path) -> str:
     """Rank 3 comes late to a sum over virtual ranks; what it finds out about itself meanwhile."""
     record.Watch(logs, ranks.rank, {"world_size": 4}, 1.0, lambda: 3)
-    tree, found = Tree(4, timedelta(seconds=60)), ""
+    tree, found = Tree(4, timedelta(seconds=PATIENCE_S)), ""
 
     def settled() -> bool:
         """Rank 0 has met rank 1 and waits for rank 2, which waits for this rank, as rank 1 does."""
@@ -414,7 +415,7 @@ def named(
     All ranks wait for the slowest one in each step. Each tenth step is logged.
     """
     write(logs, *[at("a")] * ranks)
-    clocks, now_s = [ComputeTime(torch.device("cpu")) for _ in range(ranks)], 0.0
+    clocks, now_s = [ComputeTime(Clock(torch.device("cpu"))) for _ in range(ranks)], 0.0
     monkeypatch.setattr(stragglers, "monotonic", lambda: now_s)
     for step in range(1, steps + 1):
         own_s = [compute_s(rank, now_s) for rank in range(ranks)]
@@ -487,7 +488,7 @@ def test_all_ranks_of_a_slow_host_are_named_once(
     waiting = [[0.2 - s for s in half] for half in halves]
     both = torch.tensor([h + w for h, w in zip(halves, waiting, strict=True)])
     write(tmp_path, *[at("a")] * 8)
-    clock, now_s = ComputeTime(torch.device("cpu")), 0.0
+    clock, now_s = ComputeTime(Clock(torch.device("cpu"))), 0.0
     monkeypatch.setattr(stragglers, "monotonic", lambda: now_s)
     assert clock.compare(50, torch.zeros(8, stragglers.PARTS), 0.2) is None, "not measured yet"
     lines = []
@@ -518,10 +519,11 @@ def steps_of(
 ) -> list[list[float]]:
     """All ranks' medians after 51 steps in which rank `slow` sleeps `before` a part of the step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    clock = ComputeTime(torch.device("cpu"))
-    clock.follow(model)
+    clock = Clock(torch.device("cpu"))
+    compute = ComputeTime(clock)
+    compute.follow(model)
     for _ in range(51):
-        clock.start()
+        clock.begin_step()
         for part in ("forward", "optimizer"):
             if part == "optimizer":
                 optimizer.zero_grad()
@@ -531,7 +533,7 @@ def steps_of(
         optimizer.step()
         clock.end_step()
     medians: list[list[float]] = [[]] * ranks.world_size
-    dist.all_gather_object(medians, clock.halves().tolist())
+    dist.all_gather_object(medians, compute.halves().tolist())
     return medians
 
 
@@ -565,7 +567,7 @@ def trained_in_shards(ranks: Ranks, slow: int, before: str, sleep_s: float) -> l
     """The same with virtual ranks, and a gradient per bucket."""
     layers = [nn.Linear(4, 4) for _ in range(4)]
     model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=1e-5)
-    use_virtual_ranks(model, 4, 32, 60.0)
+    use_virtual_ranks(model, 4, 32, PATIENCE_S)
     return steps_of(model, ranks, slow, before, sleep_s)
 
 

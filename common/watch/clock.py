@@ -1,0 +1,157 @@
+"""Where a rank's time goes: waiting for data, computing, waiting for other ranks, saving ...
+
+Time is of one kind until the next. On a GPU it is the GPU's: events are put into its queue and read
+after it has passed them, so that nothing ever waits for them. Then data counts only while the GPU
+has nothing else to do.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KINDS = ("start", "data", "compute", "communication", "save", "evaluate", "other")
+"""`start` ends with the first step, which connects the ranks, compiles and allocates.
+
+`communication` is the time that was not hidden behind computing, with the wait for slower ranks. It
+is measured in DDP; elsewhere `compute` has it. `other` is what Loop does between two steps.
+"""
+
+_STEP = ("data", "compute", "communication")
+
+_DATA, _COMMUNICATION, _SAVE = 0.2, 0.3, 0.1
+"""From which share on something stands out: of the time of the steps; of all time for saving."""
+
+
+class Clock:
+    """Adds up the time that this rank spends on each of `KINDS`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: deque[tuple[str, Any, bool]] = deque()
+        self._total_s = dict.fromkeys(KINDS, 0.0)
+        self._step_s = dict.fromkeys(KINDS, 0.0)
+        self._stepped = self._loads = False
+        self.on_step: Callable[[Mapping[str, float]], None] = lambda _: None
+        """Gets the seconds of each kind in a step, once they are known."""
+        self._mark("start")
+
+    def turn_to(self, kind: str) -> None:
+        """From now on time is of this kind; until the first step has ended it is `start`."""
+        if self._stepped:
+            self._mark(kind)
+
+    def begin_step(self) -> None:
+        """From now on this rank waits for data; it computes if nothing calls `end_load`."""
+        self.turn_to("data" if self._loads else "compute")
+
+    def end_load(self) -> None:
+        """The step's batch is there: from now on this rank computes."""
+        self._loads = True
+        self.turn_to("compute")
+
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        """Within it this rank waits for others and does not compute."""
+        before = self._marks[-1][0]
+        self.turn_to("communication")
+        yield
+        self.turn_to(before)
+
+    def end_wait(self) -> None:
+        """If this rank waited for others, it computes from now on."""
+        if self._marks[-1][0] == "communication":
+            self.turn_to("compute")
+
+    def end_step(self) -> None:
+        """A step has ended: what follows is `other`."""
+        self._mark("other", ends_step=self._stepped)
+        self._stepped = True
+        self._read()
+
+    def seconds(self) -> Tensor:
+        """The time of each of `KINDS` so far [s]."""
+        self._mark(self._marks[-1][0])
+        self._read()
+        return torch.tensor([*self._total_s.values()], dtype=torch.float64)
+
+    def _mark(self, kind: str, *, ends_step: bool = False) -> None:
+        if self._device.type == "cpu":
+            self._marks.append((kind, perf_counter(), ends_step))
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._marks.append((kind, event, ends_step))
+
+    def _read(self) -> None:
+        marks, gpu = self._marks, self._device.type == "cuda"
+        while len(marks) > 1 and (not gpu or marks[1][1].query()):
+            kind, since, _ = marks.popleft()
+            _, until, ends_step = marks[0]
+            spent_s = since.elapsed_time(until) / 1000 if gpu else until - since
+            self._total_s[kind] += spent_s
+            self._step_s[kind] += spent_s
+            if ends_step:
+                self.on_step(self._step_s)
+            if ends_step or kind not in _STEP:
+                self._step_s = dict.fromkeys(KINDS, 0.0)
+
+
+def shares(seconds: Tensor) -> dict[str, list[float]]:
+    """Each kind's share of each rank's time, from `Clock.seconds` of all ranks (ranks, KINDS).
+
+    `start` and `communication` are left out where there were none.
+    """
+    parts = (seconds / seconds.sum(dim=1, keepdim=True).clamp(min=1e-9)).T.round(decimals=4)
+    found = dict(zip(KINDS, parts.tolist(), strict=True))
+    return {
+        kind: own
+        for kind, own in found.items()
+        if any(own) or kind not in ("start", "communication")
+    }
+
+
+def in_words(spent_s: Mapping[str, Sequence[float]]) -> str:
+    """Each kind's share for a person, the largest first: the ranks' mean, or the least and most.
+
+    Args:
+        spent_s: kind to the seconds of each rank.
+    """
+    all_s = [max(sum(own), 1e-9) for own in zip(*spent_s.values(), strict=True)]
+    said = {}
+    for kind, own_s in spent_s.items():
+        own = [s / of for s, of in zip(own_s, all_s, strict=True)]
+        mean, alike = sum(own) / len(own), max(own) - min(own) < 0.03
+        said[mean] = f"{kind} {f'{mean:.0%}' if alike else f'{min(own):.0%} to {max(own):.0%}'}"
+    return ", ".join(said[mean] for mean in sorted(said, reverse=True) if mean > 0.005)
+
+
+def advice(found: Mapping[str, Sequence[float]]) -> list[str]:
+    """What stands out in `shares`, and what to do about it; nothing if nothing does."""
+    none = [0.0] * len(found["compute"])
+    parts = [found.get(kind, none) for kind in _STEP]
+    steps = [max(sum(own), 1e-9) for own in zip(*parts, strict=True)]
+    said = []
+
+    def of_steps(kind: str) -> list[float]:
+        return [own / of for own, of in zip(found.get(kind, none), steps, strict=True)]
+
+    data, waits = of_steps("data"), of_steps("communication")
+    if max(data) > _DATA:
+        rank = data.index(max(data))
+        said.append(
+            f"for {data[rank]:.0%} of its steps' time rank {rank} waited for data: `make run "
+            "RECIPE=tune_loader` says how many --num-workers help"
+        )
+    if min(waits) > _COMMUNICATION:  # a rank that only waits for a slow one is not all ranks
+        said.append(
+            f"communication took at least {min(waits):.0%} of the steps' time on every rank and "
+            "was not hidden behind computing: larger batches per rank, or --accumulate"
+        )
+    if (save := max(found["save"])) > _SAVE:
+        said.append(f"saving took {save:.0%} of the time: a larger --snapshot-every, a faster disk")
+    return said

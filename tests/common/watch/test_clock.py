@@ -1,0 +1,203 @@
+"""Where the time goes: delays that are made on purpose come back as time of the right kind."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from common.data.datasets import ArraySamples
+from common.launch.ranks import Ranks
+from common.run.loop import Loop
+from common.training.models import ConvNet
+from common.watch import clock
+from common.watch.clock import KINDS, Clock, advice, in_words, shares
+from recipes.ddp_launch import train as ddp_launch
+from tests.helpers.pool import Pool
+from tests.helpers.training import run_training
+
+STEPS = 12
+
+
+def test_time_is_of_one_kind_until_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, steps = 0.0, []
+
+    def after(seconds: float, call: Callable[..., Any], *args: str) -> None:
+        nonlocal now_s
+        now_s += seconds
+        call(*args)
+
+    monkeypatch.setattr(clock, "perf_counter", lambda: now_s)
+    ours = Clock(torch.device("cpu"))
+    ours.on_step = lambda spent_s: steps.append(dict(spent_s))
+    after(3, ours.end_load)
+    after(4, ours.end_step)  # the first one: all of it is the start
+    for step in range(2):
+        after(1, ours.begin_step)
+        after(2, ours.end_load)
+        after(3, ours.turn_to, "communication")
+        after(4, ours.end_wait)
+        after(5, ours.end_wait)  # changes nothing
+        with ours.communicating():
+            now_s += 1
+        after(6 + step, ours.end_step)
+    after(1, ours.turn_to, "save")
+    after(7, ours.turn_to, "evaluate")
+    after(8, ours.turn_to, "other")
+    now_s += 1
+    expected = [7.0, 2 * 2, 2 * 3 + 2 * 11 + 1, 2 * 4 + 2 * 1, 7, 8, 1 + 1 + 1 + 1]
+    assert ours.seconds().tolist() == expected
+    assert ours.seconds().sum() == now_s
+    assert [sorted(s for s in one.values() if s) for one in steps] == [[2, 5, 14], [2, 5, 15]]
+
+
+@contextmanager
+def slow(what: str, seconds: float) -> Iterator[None]:
+    """A part of each step takes longer."""
+    kind, name = {
+        "data": (ArraySamples, "__getitems__"),
+        "compute": (ConvNet, "forward"),
+        "save": (os, "fsync"),
+        "evaluate": (ddp_launch, "evaluate"),
+    }[what]
+    before = getattr(kind, name)
+
+    def slower(*args: Any, **more: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():  # another one writes snapshots
+            time.sleep(seconds)
+        return before(*args, **more)
+
+    with patch.object(kind, name, slower):
+        yield
+
+
+def train_slowly(
+    ranks: Ranks, folder: Path, what: str, sleep_s: float, workers: int
+) -> tuple[list[float], float]:
+    """Train on this rank, which is slow if it is rank 0.
+
+    Returns:
+        Seconds of each kind from the end of the first step on, and how long that was.
+    """
+    found: list[tuple[Any, float]] = []
+    after_step, finish = Loop.after_step, Loop.finish
+
+    def note(loop: Loop) -> None:
+        found.append((loop.clock.seconds(), time.perf_counter()))
+
+    def first(loop: Loop, losses: torch.Tensor) -> None:
+        after_step(loop, losses)
+        if loop.state.step == 1:
+            note(loop)
+
+    def last(loop: Loop, *args: Any, **more: Any) -> None:
+        note(loop)
+        finish(loop, *args, **more)
+
+    options = {
+        "run": {"snapshot_every": 1, "log_every": 5},
+        "data": {"num_workers": workers},
+        "optimizer": {"max_steps": STEPS},
+    }
+    with (
+        patch.object(Loop, "after_step", first),
+        patch.object(Loop, "finish", last),
+        slow(what, 0.0 if ranks.rank else sleep_s),
+    ):
+        run_training(ranks, folder, options)
+    (before, since_s), (after, until_s) = found
+    return (after - before).tolist(), until_s - since_s
+
+
+DELAYS = {"evaluate": 1, "save": STEPS}
+"""How often a part is late; else in each step but the first."""
+
+CASES = [
+    ("data", 2, 0),
+    ("data", 2, 1),
+    ("compute", 2, 0),
+    ("save", 1, 0),
+    ("evaluate", 1, 0),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("data", 1, 1), ("compute", 1, 0))),
+]
+
+
+@pytest.mark.parametrize(("what", "world_size", "workers"), CASES)
+def test_a_delay_comes_back_in_its_kind(
+    pool: Pool, tmp_path: Path, what: str, world_size: int, workers: int
+) -> None:
+    """On the slow rank 0 to within a tenth; the other rank has waited for it as long.
+
+    On a busy machine the rest may take longer than a short delay, so that a longer one is tried.
+    """
+
+    def train(sleep_s: float) -> list[dict[str, float]]:
+        args = (tmp_path / str(sleep_s), what, sleep_s, workers)
+        ranks = pool.run(train_slowly, world_size, *args)
+        for spent_s, wall_s in ranks:
+            assert sum(spent_s) == pytest.approx(wall_s, rel=0.01)
+        return [dict(zip(KINDS, spent_s, strict=True)) for spent_s, _ in ranks]
+
+    usual = train(0)
+    for sleep_s in (0.1, 0.4, 1.6):
+        delay_s = sleep_s * DELAYS.get(what, STEPS - 1)
+        ranks = train(sleep_s)
+        kinds = [what, *["communication"] * (world_size - 1)]
+        more_s = [ranks[n][kind] - usual[n][kind] for n, kind in enumerate(kinds)]
+        if workers:  # batches are loaded while the rank computes and saves
+            more_s[0] = sum(ranks[0].values()) - ranks[0]["evaluate"]
+        else:
+            assert ranks[0][what] >= 0.99 * delay_s, "no sleep is shorter than asked"
+        if all(0.9 * delay_s <= found_s <= 1.1 * delay_s for found_s in more_s):
+            return
+    pytest.fail(f"{what} {delay_s} s: {ranks}, without {usual}")
+
+
+def spent(*ranks: list[float]) -> torch.Tensor:
+    return torch.tensor(ranks, dtype=torch.float64)
+
+
+def test_only_what_stands_out_is_said() -> None:
+    even = [10.0, 5, 60, 10, 2, 8, 5]
+    assert advice(shares(spent(even, even))) == []
+    data = [0.0, 45, 55, 0, 0, 0, 0]
+    (line,) = advice(shares(spent([0.0, 5, 55, 40, 0, 0, 0], data)))
+    assert line.startswith("for 45% of its steps' time rank 1 waited for data: `make run RECIPE=t")
+    slower_rank = ([0.0, 0, 100, 0, 0, 0, 0], [0.0, 0, 50, 50, 0, 0, 0])
+    assert advice(shares(spent(*slower_rank))) == [], "the line on slow ranks is for that"
+    (line,) = advice(shares(spent([0.0, 0, 60, 40, 0, 0, 0], [0.0, 0, 50, 50, 0, 0, 0])))
+    assert line.startswith("communication took at least 40% of the steps' time on every rank and")
+    (line,) = advice(shares(spent([0.0, 0, 80, 0, 20, 0, 0])))
+    assert line.startswith("saving took 20% of the time")
+
+
+def test_a_table_shows_means_or_the_least_and_most() -> None:
+    ranks = ([10, 0, 80, 10, 0, 0, 0], [10, 0, 60, 30, 0, 0, 0])
+    both = dict(zip(KINDS, zip(*ranks, strict=True), strict=True))
+    assert in_words(both) == "compute 60% to 80%, communication 10% to 30%, start 10%"
+
+
+def test_who_loads_by_other_means_waits_for_no_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    times_s = iter(range(6))
+    monkeypatch.setattr(clock, "perf_counter", lambda: next(times_s))
+    ours = Clock(torch.device("cpu"))
+    for call in (ours.end_step, ours.begin_step, ours.end_step):
+        call()
+    assert dict(zip(KINDS, ours.seconds().tolist(), strict=True)) == {
+        **dict.fromkeys(KINDS, 0),
+        "start": 1,
+        "compute": 1,
+        "other": 2,
+    }
+
+
+def test_steps_without_ddp_have_no_communication() -> None:
+    found = shares(spent(*[[1.0, 1, 8, 0, 0, 0, 0]] * 2))
+    assert "communication" not in found
+    assert advice(found) == []
