@@ -116,20 +116,16 @@ def parameter_bytes(case: Case) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def step_s(
-    compute_s: float, alpha_s: float, sent_bytes: float, bits_per_s: float | None, ranks: int = 2
-) -> float:
-    """Seconds of a step by the alpha-beta model, without overlap.
+def step_s(compute_s: float, alpha_s: float, sent_bytes: float, bits_per_s: float | None) -> float:
+    """Seconds of a step of two ranks by the alpha-beta model, without overlap.
 
     Args:
         compute_s: a step without communication.
-        alpha_s: one message, however small; a ring all-reduce has 2 (ranks - 1) in a row.
+        alpha_s: one message, however small; a ring all-reduce has two in a row.
         sent_bytes: all gradients.
         bits_per_s: each rank's link, in each direction. None: no limit.
-        ranks: number of ranks in the ring.
     """
-    volume = 2 * (ranks - 1) / ranks * sent_bytes * 8
-    return compute_s + 2 * (ranks - 1) * alpha_s + (volume / bits_per_s if bits_per_s else 0.0)
+    return compute_s + 2 * alpha_s + (8 * sent_bytes / bits_per_s if bits_per_s else 0.0)
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
@@ -156,7 +152,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
             bar.update()
     sizes = {name: parameter_bytes(case) for name, case in CASES.items()}
     return {
-        "tables": [measured(runs, rounds), at_the_end(losses), on_paper()],
+        "tables": [measured(runs, rounds), at_the_end(losses)],
         "runs": runs,
         "losses": losses,
         "parameter_bytes": sizes,
@@ -215,34 +211,8 @@ def at_the_end(losses: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-PAPER = {"compute_s": 256 / 3000, "alpha_s": 10e-6, "parameter_bytes": 4 * 25.6e6}
-"""ResNet-50 at 256 images a GPU and 3,000 images/s; 10 us a message; fp32 gradients."""
-
-
-def on_paper() -> dict[str, Any]:
-    """The model's prediction for more GPUs than we have; nothing of it was measured."""
-    rows = []
-    for bits_per_s, link in ((1e10, "10 Gbit/s"), (1e11, "100 Gbit/s"), (4e11, "400 Gbit/s")):
-        for share, setting in ((1, "fp32"), (0.5, "bf16")):
-            cells = []
-            for gpus in (8, 64, 512):
-                compute, sent = PAPER["compute_s"], PAPER["parameter_bytes"] * share
-                exposed = step_s(compute, PAPER["alpha_s"], sent, bits_per_s, gpus)
-                # At best, all communication overlaps with the backward pass, 2/3 of a step.
-                hidden = max(compute, compute / 3 + exposed - compute)
-                cells.append(f"{compute / exposed:.2f} to {compute / hidden:.2f}")
-            rows.append([link, setting, *cells])
-    return {
-        "title": "**Prediction, not measured:** efficiency of ResNet-50 (102 MB of gradients, 256 "
-        "images a GPU, 85 ms of computing a step) in one ring with a link of so much a GPU and 10 "
-        "us a message, from nothing overlapped to all that the backward pass can hide.",
-        "columns": ["link of a GPU", "gradients", "8 GPUs", "64 GPUs", "512 GPUs"],
-        "rows": rows,
-    }
-
-
 def on_page(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each model and link, the losses, and the prediction for 64 GPUs."""
+    """A row for each model and link, and the losses."""
     shown = (BF16, BF16_2, ALONE)
     rows, rounds = [], 0
     for name, links in result["runs"].items():
@@ -256,18 +226,7 @@ def on_page(result: dict[str, Any]) -> list[dict[str, Any]]:
         "columns": ["model, link", "the default [samples/s]", *shown],
         "rows": rows,
     }
-    by_link: dict[str, list[str]] = {}
-    for link, _, *cells in on_paper()["rows"]:
-        by_link.setdefault(link, [link]).append(cells[1])
-    paper = {
-        "title": "**Prediction, not measured:** efficiency of ResNet-50 on 64 GPUs in one ring "
-        "(102 MB of gradients, 256 images per GPU, 85 ms of computing per step, 10 us per "
-        "message), from no overlap to all that the backward pass can hide. With 8 and 512 GPUs it "
-        "differs by less than 0.1.",
-        "columns": ["link of a GPU", "fp32", "bf16"],
-        "rows": list(by_link.values()),
-    }
-    return [speeds, at_the_end(result["losses"]), paper]
+    return [speeds, at_the_end(result["losses"])]
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
