@@ -43,6 +43,7 @@ Where to change what. Each room and file imports only from those below it; a tes
     manifest            what a run records of its ranks, seed and determinism
     machine             what is recorded of this machine, the code and the libraries
     replicas            do all ranks hold and compute the same bits?
+    profile             --profile: torch's profiler over a few steps
     throughput          speed of training and of loading; memory
     seeds               randomness, determinism, precision
     trace               a hash of everything that one step computes (reproduce --trace-step)

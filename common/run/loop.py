@@ -22,6 +22,7 @@ from common.errors import StopRequested, TrainingError
 from common.group.collectives import gather_numbers
 from common.group.stop import StopAgreement
 from common.launch.report import say
+from common.profile import Profile
 from common.replicas import unlike_replicas
 from common.run.check import end_check, folder_of_check
 from common.run.folder import Run
@@ -136,6 +137,8 @@ class Loop:
             signal.signal(signal.SIGINT, self._interrupt)
         self._progress = progress_bar(self.last_step, self.state.step, main=self.run.ranks.is_main)
         self._trace.before(self.state.step + 1)
+        steps, run = (self.state.step + 1, self.last_step), self.run
+        self._profile = Profile(run.options.profile, steps, self.clock, run.folder, run.ranks.rank)
         first, end = self.state.epoch, -(-self.last_step // self.batches.steps_per_epoch)
         return range(first, max(end, first + 1))  # perhaps only the last evaluation is missing
 
@@ -165,6 +168,7 @@ class Loop:
         """
         self._trace.after(self.state.step + 1, self.run.folder / "trace")
         self.clock.end_step()
+        self._profile.after(self.state.step + 1)
         run, state, lr = self.run, self.state, self.lr
         begun = self._resumed_from or 0
         refuse_other_losses(losses, self.batches.batch_size_per_rank)
@@ -203,6 +207,7 @@ class Loop:
             self.save()
             self._speed.resume()
         self._trace.before(state.step + 1)
+        self._profile.before(state.step + 1)
         self.clock.begin_step()
 
     def _gather(self, losses: Tensor) -> Sequence[Tensor]:
@@ -297,6 +302,7 @@ class Loop:
     def finish(self, state_dict: dict[str, Tensor], **more: Any) -> None:
         """Write the model and the summary, to which `more` is added."""
         self.state.wait()
+        self._profile.end()
         result, spent_s = self._result, gather_numbers(self.clock.seconds())
         for line in advice(shares(spent_s)):
             log.info(line)

@@ -25,6 +25,9 @@ class RunOptions:
     """Snapshots to keep, the newest ones [files]."""
     log_every: int = may_change(10)
     """Steps between two lines of metrics [steps]; the loss is averaged over ranks."""
+    profile: int = may_change(0)
+    """Steps to record with torch's profiler, from the fourth on; 0: none.
+    Each rank writes profile/rank_N.json, which ui.perfetto.dev opens, and a table of operations."""
     epoch_weights: bool = may_change(False)
     """Keep the weights after each epoch, in weights/."""
     best_by: str | None = may_change(None)
@@ -61,7 +64,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
-        refuse_below(self, snapshot_every=0, keep_snapshots=1, log_every=1, seed=0)
+        refuse_below(self, snapshot_every=0, keep_snapshots=1, log_every=1, profile=0, seed=0)
         refuse_below(self, cpu_threads=1, timeout_s=1)
         if self.cpu_threads > 1024:
             raise ValueError(f"--cpu-threads must be from 1 to 1024, got {self.cpu_threads}")

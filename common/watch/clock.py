@@ -38,12 +38,16 @@ class Clock:
         self._stepped = self._loads = False
         self.on_step: Callable[[Mapping[str, float]], None] = lambda _: None
         """Gets the seconds of each kind in a step, once they are known."""
+        self.on_kind: Callable[[str], None] | None = None
+        """Is told each kind when it begins."""
         self._mark("start")
 
     def turn_to(self, kind: str) -> None:
         """From now on time is of this kind; until the first step has ended it is `start`."""
         if self._stepped:
             self._mark(kind)
+            if self.on_kind:
+                self.on_kind(kind)
 
     def begin_step(self) -> None:
         """From now on this rank waits for data; it computes if nothing calls `end_load`."""

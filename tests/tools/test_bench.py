@@ -177,16 +177,6 @@ def test_the_alpha_beta_model() -> None:
     """With two ranks all gradients cross each link once; without a limit only alpha is left."""
     assert network.step_s(0.1, 0.001, 1e6, None) == pytest.approx(0.102)
     assert network.step_s(0.1, 0.001, 1e6, 8e6) == pytest.approx(1.102)
-    assert network.step_s(0.1, 0.0, 1e6, 8e6, ranks=1000) == pytest.approx(0.1 + 2, rel=0.01)
-
-
-def test_the_prediction_for_64_gpus_is_near_that_for_8_and_for_512() -> None:
-    for _, _, *cells in network.on_paper()["rows"]:
-        for few, some, many in zip(
-            *(map(float, cell.split(" to ")) for cell in cells), strict=True
-        ):
-            assert abs(few - some) < 0.1
-            assert abs(many - some) < 0.1
 
 
 def test_speeds_are_compared_within_a_round() -> None:
@@ -235,10 +225,9 @@ def test_the_page_of_a_part_shows_what_was_measured(part: str) -> None:
     if part == "step":
         assert result["tables"] == [options.table(result["runs"], result["whole"], 5)]
     if part == "network":
-        speeds, ends, paper = result["tables"]
+        speeds, ends, *_ = result["tables"]
         assert speeds == network.measured(result["runs"], 5)
         assert ends == network.at_the_end(result["losses"])
-        assert paper == network.on_paper()
 
 
 def test_what_needs_root_is_refused_before_anything_is_measured(
