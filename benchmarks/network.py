@@ -9,8 +9,6 @@ section 3; Linux, tc-tbf(8).
 """
 
 import statistics
-import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from common.figure import save_figure
 from common.terminal import progress_bar
 from common.training.ddp import average_in_bf16
 from common.training.models import ModelOptions, build_model
-from tests.helpers.hosts import ADDRESSES, two_hosts
+from tests.helpers.hosts import ADDRESSES, limit, two_hosts
 from tools.comparison import run_recipe, spread
 
 
@@ -93,21 +91,6 @@ LOSSES = {
 }
 """The convnet's ways as options of ddp_launch, to see their effect on the loss."""
 EPOCHS = 15
-
-
-def limit(names: Sequence[str], bits_per_s: float | None) -> None:
-    """Limit the bandwidth of the link in each direction.
-
-    The bucket is small, because tokens that collect while the ranks compute are sent at any speed:
-    with 128 KiB, 113 KB took 0.3 ms at 100 Mbit/s, and not 9 ms.
-    """
-    for name in names:
-        tc = ["ip", "netns", "exec", name, "tc", "qdisc"]
-        subprocess.run([*tc, "del", "dev", "eth0", "root"], check=False, capture_output=True)
-        if bits_per_s:
-            burst = max(4096, round(bits_per_s / 8 * 130e-6))
-            rate = ["rate", f"{bits_per_s:.0f}bit", "burst", f"{burst}b", "latency", "100ms"]
-            subprocess.run([*tc, "add", "dev", "eth0", "root", "tbf", *rate], check=True)
 
 
 def parameter_bytes(case: Case) -> int:

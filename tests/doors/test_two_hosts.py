@@ -1,14 +1,16 @@
 """Two hosts: network namespaces, each with its own address and loopback."""
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.helpers.commands import Recipe, Result, wait_for
-from tests.helpers.hosts import ADDRESSES, launched, meeting, two_hosts
+from tests.helpers.hosts import ADDRESSES, launched, limit, meeting, two_hosts
 
 OPTIONS = ("--epochs", "2", "--log-every", "5")
 
@@ -91,3 +93,24 @@ def test_nothing_listens_on_every_interface(recipe: Recipe, hosts: list[list[str
     for address, host in zip(ADDRESSES, hosts, strict=True):
         own = "".join(f"{int(part):02X}" for part in reversed(address.split(".")))
         assert listening(host) == {own}
+
+
+@pytest.mark.slow
+def test_a_slow_link_is_time_of_communication(recipe: Recipe, hosts: list[list[str]]) -> None:
+    """The gradients of two ranks cross the link once in each direction, after the backward pass."""
+    names = [host[-1] for host in hosts]
+    spent_s = []
+    try:
+        for bits_per_s in (None, 1e7):
+            limit(names, bits_per_s)
+            folder = recipe.tmp_path / "run"
+            first, second = on_both(recipe, hosts, *["--max-steps 21"] * 2)
+            second.assert_ok()
+            spent_s.append(first.assert_ok().summary["time_s"])
+            weights = torch.load(folder / "model.pt", weights_only=True)
+            shutil.rmtree(folder)
+    finally:
+        limit(names, None)
+    sent_s = 20 * sum(value.nbytes for value in weights.values()) * 8 / 1e7
+    for before_s, after_s in zip(*(spent["communication"] for spent in spent_s), strict=True):
+        assert sent_s <= after_s - before_s <= 1.15 * sent_s, "with 5 % of headers"

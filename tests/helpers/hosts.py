@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from tests.helpers.commands import Recipe
@@ -34,6 +34,21 @@ def two_hosts() -> Iterator[list[str]]:
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], check=False)
+
+
+def limit(names: Sequence[str], bits_per_s: float | None) -> None:
+    """Limit the bandwidth of the link in each direction.
+
+    The bucket is small, because tokens that collect while the ranks compute are sent at any speed:
+    with 128 KiB, 113 KB took 0.3 ms at 100 Mbit/s, and not 9 ms.
+    """
+    for name in names:
+        tc = ["ip", "netns", "exec", name, "tc", "qdisc"]
+        subprocess.run([*tc, "del", "dev", "eth0", "root"], check=False, capture_output=True)
+        if bits_per_s:
+            burst = max(4096, round(bits_per_s / 8 * 130e-6))
+            rate = ["rate", f"{bits_per_s:.0f}bit", "burst", f"{burst}b", "latency", "100ms"]
+            subprocess.run([*tc, "add", "dev", "eth0", "root", "tbf", *rate], check=True)
 
 
 def meeting(node: int, address: str = ADDRESSES[0]) -> list[str]:
