@@ -16,6 +16,7 @@ Where to change what. Each room and file imports only from those below it; a tes
       claim             which folder a run may write into; the names of its files
       finished          whether a finished run's files are whole
       curves            TensorBoard
+      history           the time of a run over all its starts: goodput
     training/           what is trained
       models            models by name, weights to begin with, freezing
       optimizer         optimizer, batch size, learning rate and its schedule

@@ -30,6 +30,7 @@ from common.run.check import folder_of_check
 from common.run.claim import claim, refuse_in_data, refuse_unwritable
 from common.run.curves import Curves
 from common.run.finished import lost_file, preprocessing_sha256
+from common.run.history import History, last_sign
 from common.run.options import MAY_DIFFER_BY_HOST, RunOptions, flatten
 from common.snapshots.snapshot_files import newest_name
 from common.snapshots.state import TrainingState
@@ -83,6 +84,7 @@ class Run:
                 self._here = own(self.folder, self._lock)
                 logs = self._here / "logs"
                 logs.mkdir(exist_ok=True)
+                self.history = History(last_sign(self._here))
                 own_log = logs / f"rank_{ranks.rank}.log"
                 part_from_copies(own_log)
                 file = logging.FileHandler(own_log, encoding="utf-8", errors="backslashreplace")

@@ -40,7 +40,7 @@ from common.training.losses import (
     warn_of_means,
 )
 from common.training.optimizer import ScheduleOptions
-from common.watch.clock import KINDS, advice, shares
+from common.watch.clock import KINDS, advice, by_kind, shares
 from common.watch.stragglers import ComputeTime
 from common.weights import save_weights, weights_sha256
 
@@ -113,6 +113,8 @@ class Loop:
                 found["file"], steps_per_epoch=per_epoch, last_step=last_step
             )
             log.info(f"resuming after step {state.step}")
+            if state.history:
+                run.history.go_on(state.history)
         self._resumed_from = state.step if found else None
         run.begin(state, self.data, self.batches.global_batch_size)
         if state.best and run.ranks.is_main:  # the file may be of an epoch that is done again
@@ -232,6 +234,7 @@ class Loop:
             self._check_replicas()
         self._speed.pause()
         self.state.metrics_bytes, self.state.metrics_sha256 = self.run.metrics_so_far()
+        self.state.history = self.run.history.until_now(by_kind(self.clock.seconds()))
         self.state.save(self.run.snapshots, self._identity, self.run.options.keep_snapshots)
         self.clock.turn_to("evaluate")  # if an epoch has ended
 
@@ -315,6 +318,7 @@ class Loop:
             **self._speed.measured(),
             "peak_memory_bytes": peak_memory_bytes(self.run.devices),
             "time_s": dict(zip(KINDS, spent_s.T.round(decimals=3).tolist(), strict=True)),
+            **self.run.history.summary(by_kind(spent_s[0])),
             "resumed_from": self._resumed_from,
         }
         if best := self.state.best:

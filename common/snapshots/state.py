@@ -66,6 +66,8 @@ class TrainingState:
     """Hash of metrics.jsonl at the last snapshot; of an empty file before it."""
     best: dict[str, Any] | None = None
     """The best epoch before the last evaluation: its summary, and on rank 0 its weights."""
+    history: dict[str, Any] = field(default_factory=dict)
+    """The time that the run has taken (`common.run.history`)."""
     saved_step: int = -1
     """Step of the newest snapshot, which is not written twice."""
     # On Linux nice() holds for one thread: training comes first if cores are few.
@@ -109,6 +111,7 @@ class TrainingState:
             "identity": dict(identity),
             "world_size": dist.get_world_size(),
             "best": self.best,
+            "history": self.history,
             **{name: getattr(self, name) for name in _POSITION},
         }
         if self.mesh is not None:
@@ -197,6 +200,7 @@ class TrainingState:
         if min(self.epoch, self.batch, self.step, self.metrics_bytes) < 0:
             raise ValueError("a negative position")
         self.saved_step, self.best = self.step, found.get("best")
+        self.history = found.get("history", {})  # older snapshots have none
         if self.best:
             weights = dict(self.best.pop("weights"))
             self.best |= {} if rank else {"weights": weights}

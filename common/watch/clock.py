@@ -21,7 +21,8 @@ KINDS = ("start", "data", "compute", "communication", "save", "evaluate", "other
 is measured in DDP; elsewhere `compute` has it. `other` is what Loop does between two steps.
 """
 
-_STEP = ("data", "compute", "communication")
+STEP = ("data", "compute", "communication")
+"""What a step consists of."""
 
 _DATA, _COMMUNICATION, _SAVE = 0.2, 0.3, 0.1
 """From which share on something stands out: of the time of the steps; of all time for saving."""
@@ -101,8 +102,13 @@ class Clock:
             self._step_s[kind] += spent_s
             if ends_step:
                 self.on_step(self._step_s)
-            if ends_step or kind not in _STEP:
+            if ends_step or kind not in STEP:
                 self._step_s = dict.fromkeys(KINDS, 0.0)
+
+
+def by_kind(seconds: Tensor) -> dict[str, float]:
+    """One rank's `Clock.seconds` by their kinds."""
+    return dict(zip(KINDS, seconds.tolist(), strict=True))
 
 
 def shares(seconds: Tensor) -> dict[str, list[float]]:
@@ -137,7 +143,7 @@ def in_words(spent_s: Mapping[str, Sequence[float]]) -> str:
 def advice(found: Mapping[str, Sequence[float]]) -> list[str]:
     """What stands out in `shares`, and what to do about it; nothing if nothing does."""
     none = [0.0] * len(found["compute"])
-    parts = [found.get(kind, none) for kind in _STEP]
+    parts = [found.get(kind, none) for kind in STEP]
     steps = [max(sum(own), 1e-9) for own in zip(*parts, strict=True)]
     said = []
 

@@ -84,6 +84,7 @@ def test_make_run_trains_with_its_defaults(recipe: Recipe) -> None:
         "samples_per_s",
         "peak_memory_bytes",
         "time_s",
+        "goodput",
         "elapsed_s",
         "weights_sha256",
         "preprocessing_sha256",

@@ -1,0 +1,63 @@
+"""The time of a run over all its starts: which share of it made steps that count?
+
+A snapshot has the time that was spent until then. What came after it, until the run's files changed
+for the last time, is done again.
+"""
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from common.watch.clock import STEP
+
+AGAIN, BETWEEN = "again", "between"
+"""Steps that were lost and are done again; the time until the next start."""
+
+
+def last_sign(folder: Path) -> float:
+    """When a run's metrics and logs changed for the last time [s, Unix]; 0 if there are none."""
+    found = [0.0]
+    for file in (folder / "metrics.jsonl", *folder.glob("logs/*")):
+        with suppress(OSError):  # it is gone
+            found.append(file.stat().st_mtime)
+    return max(found)
+
+
+class History:
+    """Seconds of each kind on rank 0, over all starts of a run until now."""
+
+    def __init__(self, signs: float) -> None:
+        """`signs` is the folder's `last_sign` before this start wrote into it."""
+        self._began, self._signs = time.time(), signs
+        self._first, self._spent_s = self._began, dict[str, float]()
+
+    def go_on(self, before: Mapping[str, Any]) -> None:
+        """Begin after the starts that a snapshot tells of."""
+        self._first, self._spent_s = float(before["first"]), dict(before["spent_s"])
+        ended = min(max(self._signs, before["until"]), self._began)
+        for kind, more_s in {
+            AGAIN: ended - before["until"],
+            BETWEEN: self._began - ended,
+        }.items():
+            self._spent_s[kind] = self._spent_s.get(kind, 0.0) + max(0.0, more_s)
+
+    def until_now(self, spent_s: Mapping[str, float]) -> dict[str, Any]:
+        """What a snapshot keeps, from the seconds of each kind since this start."""
+        kinds = [*spent_s, *(self._spent_s.keys() - spent_s.keys())]
+        sums = {kind: spent_s.get(kind, 0.0) + self._spent_s.get(kind, 0.0) for kind in kinds}
+        return {"first": self._first, "until": time.time(), "spent_s": sums}
+
+    def summary(self, spent_s: Mapping[str, float]) -> dict[str, Any]:
+        """`goodput`, the share of the time since the first start that made steps that count.
+
+        After several starts also `all_starts_s`, the seconds of each kind.
+        """
+        now = self.until_now(spent_s)
+        steps_s = sum(now["spent_s"][kind] for kind in STEP)
+        found = {"goodput": round(steps_s / max(now["until"] - now["first"], 1e-9), 4)}
+        if not self._spent_s:
+            return found
+        in_order = sorted(now["spent_s"].items(), key=lambda pair: -pair[1])
+        return found | {"all_starts_s": {kind: round(own_s, 3) for kind, own_s in in_order}}

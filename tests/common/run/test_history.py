@@ -1,0 +1,77 @@
+"""The time of a run over all its starts."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from common.run.history import History, last_sign
+from tests.helpers.commands import Recipe, wait_for
+
+
+def test_what_came_after_the_snapshot_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    first = History(0.0)
+    now = 1100.0
+    kept = first.until_now({"start": 20.0, "compute": 70.0, "save": 10.0})
+    # It trains until 1130, is killed, and starts again at 1200.
+    now = 1200.0
+    second = History(1130.0)
+    second.go_on(kept)
+    now = 1300.0
+    found = second.summary({"start": 30.0, "data": 10.0, "compute": 50.0, "communication": 10.0})
+    assert found["all_starts_s"] == {
+        "compute": 120.0,
+        "between": 70.0,
+        "start": 50.0,
+        "again": 30.0,
+        "save": 10.0,
+        "data": 10.0,
+        "communication": 10.0,
+    }
+    assert sum(found["all_starts_s"].values()) == now - 1000
+    assert found["goodput"] == round((120 + 10 + 10) / 300, 4)
+
+
+def test_one_start_has_only_its_goodput(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", iter([0.0, 10.0]).__next__)
+    spent_s = {"start": 5.0, "data": 1.0, "compute": 2.0, "communication": 0.0}
+    assert History(0.0).summary(spent_s) == {"goodput": 0.3}
+
+
+def test_the_last_sign_is_the_newest_of_metrics_and_logs(tmp_path: Path) -> None:
+    assert last_sign(tmp_path) == 0
+    (tmp_path / "logs").mkdir()
+    for name, changed in (("metrics.jsonl", 5), ("logs/rank_0.log", 7), ("model.pt", 9)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (changed, changed))
+    assert last_sign(tmp_path) == 7
+
+
+def test_a_killed_run_that_goes_on_accounts_for_all_its_time(recipe: Recipe) -> None:
+    options = ["--nproc", "1", "--snapshot-every", "10", "--log-every", "1"]
+    folder = recipe.tmp_path / "run"
+    process = recipe.start(*recipe.command("ddp_launch", *options, "--epochs", "1000000"))
+
+    def steps() -> int:
+        file = folder / "metrics.jsonl"
+        return file.read_text().count('"lr"') if file.exists() else 0
+
+    wait_for(lambda: steps() > 15 and list(folder.glob("snapshots/*.pt")))
+    process.kill()
+    assert recipe.finish(process, folder).status == -signal.SIGKILL
+    killed = time.time()
+    time.sleep(1.5)
+    last = str(steps() + 20)
+    result = recipe("ddp_launch", *options, "--epochs", "1000000", "--max-steps", last)
+    summary = result.assert_ok().summary
+    spent_s = summary["all_starts_s"]
+    assert 1.5 <= spent_s["between"] <= time.time() - killed
+    assert spent_s["again"] > 0
+    steps_s = sum(spent_s[kind] for kind in ("data", "compute", "communication"))
+    assert sum(spent_s.values()) == pytest.approx(steps_s / summary["goodput"], rel=0.02)
+    (own,) = summary["time_s"]["start"]
+    assert spent_s["start"] > own, "both starts"
