@@ -6,7 +6,8 @@
 
 A run is finished, running, stopped (asked to), failed (its error: line is below it) or killed (no
 word of its end). --only shows the runs in whose line or command a word occurs; --json prints
-everything as JSON, for a program.
+everything as JSON, for a program. --clean removes the older snapshots of finished runs, and folders
+of runs that never began; it says first what, and asks.
 """
 
 import json
@@ -14,16 +15,19 @@ import math
 import os
 import re
 import shlex
+import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from common.errors import InputError
-from common.owner import owner_of
+from common.owner import lock, owner_of
 from common.parse import given_path
 from common.reading import read_json
+from common.terminal import mebibytes
 from tools.command import Parser, attempt
 
 COLUMNS = ("run", "begun", "status", "steps", "best", "samples/s", "weights", "options")
@@ -191,6 +195,55 @@ def order(runs: Sequence[dict[str, Any]], by: str) -> list[dict[str, Any]]:
     return sorted(runs, key=number)
 
 
+def not_needed(run: dict[str, Any]) -> list[Path]:
+    """Older snapshots of a finished run with their shards, or the folder if it never began."""
+    from common.snapshots.snapshot_files import list_snapshots  # imports torch
+
+    folder = Path(run["folder"])
+    if run["status"] == "finished":
+        old = list_snapshots(folder / "snapshots")[1:]
+        return [*old, *(s for o in old for s in o.parent.glob(f"{o.name[:13]}.*.shard"))]
+    if run["status"] == "running" or (folder / "config.json").exists():
+        return []
+    files = [file for file in folder.rglob("*") if not file.is_dir()]
+    ours = all(re.fullmatch(r"\.lock|rank_\d+\.log", file.name) for file in files)
+    return [folder] if ours else []
+
+
+def clean(runs: Sequence[dict[str, Any]]) -> None:
+    """Say what is not needed any more and how large it is, ask, and remove it."""
+    found = {run["folder"]: paths for run in runs if (paths := not_needed(run))}
+    if not found:
+        print("nothing to remove: no run has what is not needed any more")
+        return
+    total = 0
+    for folder, paths in found.items():
+        files = [f for path in paths for f in (path.rglob("*") if path.is_dir() else [path])]
+        size = sum(file.lstat().st_size for file in files)
+        total += size
+        never = paths == [Path(folder)]
+        what = "never began: its folder" if never else f"{len(paths)} files of older snapshots"
+        print(f"{folder}  {what}, {mebibytes(size)}")
+    with suppress(EOFError):
+        if input(f"remove all this, {mebibytes(total)}? [y/N] ").strip().lower() in ("y", "yes"):
+            done = [_remove(Path(folder), paths) for folder, paths in found.items()]
+            print("removed" if all(done) else "the rest was removed")
+            return
+    print("nothing was removed")
+
+
+def _remove(folder: Path, paths: Sequence[Path]) -> bool:
+    """Remove as the owner of the folder, so that no run begins there meanwhile."""
+    try:
+        with lock(folder, patience_s=0):
+            for path in paths:
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    except (InputError, OSError) as error:
+        print(f"warning: not removed: {error}")
+        return False
+    return True
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run from a command line; 0, also if there are no runs."""
 
@@ -200,13 +253,16 @@ def main(arguments: Sequence[str]) -> int:
         parser.add_argument("--sort", default="begun", metavar="METRIC", help="default: begun")
         parser.add_argument("--only", default="", metavar="WORD")
         parser.add_argument("--json", action="store_true")
+        parser.add_argument("--clean", action="store_true")
         given = parser.parse_args(arguments)
         folders = given.folders or [Path("runs")]
         if missing := [str(folder) for folder in folders if not folder.is_dir()]:
             raise InputError(f"{', '.join(missing)} is no folder: give one in which runs are")
         runs = [look(run) for folder in folders for run in find_runs(folder)]
         runs = [run for run in runs if given.only in " ".join([*row(run), run["command"]])]
-        if given.json:
+        if given.clean:
+            clean(runs)
+        elif given.json:
             print(json.dumps(order(runs, given.sort)))
         elif len(folders) == 2 and [run["folder"] for run in runs] == [*map(str, folders)]:
             show_rows([["", *(run["folder"] for run in runs)], *differences(*runs)])

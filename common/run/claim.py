@@ -11,7 +11,7 @@ from common.output_folder import make_folder, new_folder, not_writable, refuse_r
 from common.owner import lock, refuse_owned
 from common.reading import read_json
 
-_FOLDERS = {"snapshots", "weights", "tensorboard", "logs", "trace"}
+_FOLDERS = {"snapshots", "weights", "tensorboard", "logs", "trace", "profile"}
 _FILES = {
     *("config.json", "manifest.json", "metrics.jsonl", "summary.json", "class_indices.json"),
     *("preprocessing.json", "held_out.json", "changes.diff", "model.pt", "best.pt"),

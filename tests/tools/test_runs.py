@@ -155,6 +155,84 @@ def test_two_runs_show_only_what_differs(tmp_path: Path) -> None:
     assert loss == ["summary: val_loss", "1", "2"]
 
 
+SNAPSHOTS = [f"step_{step:08}.{'a' * 16}.pt" for step in (10, 20, 30)]
+SHARDS = [f"step_{step:08}.rank_00000.{'b' * 16}.shard" for step in (10, 30)]
+
+
+@pytest.fixture
+def to_clean(tmp_path: Path) -> Path:
+    """A finished, a stopped and a running run with snapshots, and three folders without a run."""
+    for name, make in (("done", finished), ("waits", stopped), ("goes on", stopped)):
+        make(tmp_path / name)
+        (tmp_path / name / "snapshots").mkdir()
+        for file in (*SNAPSHOTS, *SHARDS):
+            (tmp_path / name / "snapshots" / file).write_bytes(bytes(2**20))
+    for name in ("never began", "was begun", "has more"):
+        (tmp_path / name / "logs").mkdir(parents=True)
+        (tmp_path / name / ".lock").touch()
+        write_log(tmp_path / name, "2026-01-02 03:06:00,000 ERROR error: no data")
+    (tmp_path / "was begun" / "config.json").write_text("{}")
+    (tmp_path / "has more" / "notes.txt").write_text("mine")
+    return tmp_path
+
+
+def tree(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("answer", ["", "n\n", "y\n"])
+def test_what_is_not_needed_is_removed_after_a_yes(to_clean: Path, answer: str) -> None:
+    before = tree(to_clean)
+    with (to_clean / "goes on" / ".lock").open("r+") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        done = subprocess.run(
+            [sys.executable, "-m", "recipes", "runs", to_clean, "--clean"],
+            input=answer,
+            cwd=ROOT,
+            env=clean_env(),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    first, second, question = done.stdout.splitlines()[:3]
+    assert first == f"{to_clean}/done  3 files of older snapshots, 3 MiB"
+    assert second.startswith(f"{to_clean}/never began  never began: its folder, 0 MiB")
+    assert question.startswith("remove all this, 3 MiB? [y/N] ")
+    gone = before - tree(to_clean)
+    if answer != "y\n":
+        assert not gone
+        assert done.stdout.endswith("nothing was removed\n")
+        return
+    old = {f"done/snapshots/{name}" for name in (*SNAPSHOTS[:2], SHARDS[0])}
+    never = {name for name in before if name.split("/")[0] == "never began"}
+    assert gone == old | never
+
+
+def test_a_run_that_begins_meanwhile_loses_nothing(
+    to_clean: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    holders = []
+
+    def answer(_question: str) -> str:
+        for name in ("done", "never began"):
+            hold = "import fcntl, sys; file = open(sys.argv[1], 'r+'); "
+            hold += "fcntl.lockf(file, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+            command = [sys.executable, "-c", hold, str(to_clean / name / ".lock")]
+            pipe = subprocess.PIPE
+            holders.append(subprocess.Popen(command, stdin=pipe, stdout=pipe))
+            assert holders[-1].stdout
+            holders[-1].stdout.readline()
+        return "yes"
+
+    monkeypatch.setattr("builtins.input", answer)
+    before = tree(to_clean)
+    assert main([str(to_clean), "--clean"]) == 0
+    assert tree(to_clean) == before
+    assert capsys.readouterr().out.count("warning: not removed: ") == 2
+    for holder in holders:
+        holder.communicate()
+
+
 def test_real_runs_through_the_command_line(recipe: Recipe, tmp_path: Path) -> None:
     for name, lr in (("good", "0.1"), ("bad", "1e30")):
         recipe("ddp_launch", "--nproc", "1", "--epochs", "1", "--lr", lr, folder=f"runs/{name}")
