@@ -3,6 +3,7 @@
 import os
 import threading
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from common import log
 from common.watch.clock import Clock
-from common.writing import write_bytes, writing
+from common.writing import write_bytes
 
 SETTLE = 3
 """Steps of this process that come before the recorded ones: they allocate and compile."""
@@ -70,9 +71,11 @@ class Profile:
         self._clock.on_kind = None
         self._profiler.stop()
         trace = self._folder / f"rank_{self._rank}.json"
-        with writing(trace):
-            self._folder.mkdir(exist_ok=True)
-            self._profiler.export_chrome_trace(str(trace))
+        with TemporaryDirectory() as folder:
+            self._profiler.export_chrome_trace(f"{folder}/trace")
+            content = Path(folder, "trace").read_bytes()
+        self._folder.mkdir(exist_ok=True)
+        write_bytes(trace, content)
         averages = self._profiler.key_averages()
         by = "self_cuda_time_total" if torch.cuda.is_initialized() else "self_cpu_time_total"
         table = averages.table(sort_by=by, row_limit=15, max_name_column_width=40)

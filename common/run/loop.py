@@ -307,7 +307,7 @@ class Loop:
         self.state.wait()
         self._profile.end()
         result, spent_s = self._result, gather_numbers(self.clock.seconds())
-        for line in advice(shares(spent_s)):
+        for line in advice(spent_s):
             log.info(line)
         summary: dict[str, Any] = {
             "epochs": self.state.epoch + 1,

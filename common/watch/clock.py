@@ -27,6 +27,9 @@ STEP = ("data", "compute", "communication")
 _DATA, _COMMUNICATION, _SAVE = 0.2, 0.3, 0.1
 """From which share on something stands out: of the time of the steps; of all time for saving."""
 
+_ENOUGH_S = 10.0
+"""Less time says nothing of a longer run [s]."""
+
 
 class Clock:
     """Adds up the time that this rank spends on each of `KINDS`."""
@@ -132,23 +135,31 @@ def in_words(spent_s: Mapping[str, Sequence[float]]) -> str:
         spent_s: kind to the seconds of each rank.
     """
     all_s = [max(sum(own), 1e-9) for own in zip(*spent_s.values(), strict=True)]
-    said = {}
+    said = []
     for kind, own_s in spent_s.items():
         own = [s / of for s, of in zip(own_s, all_s, strict=True)]
         mean, alike = sum(own) / len(own), max(own) - min(own) < 0.03
-        said[mean] = f"{kind} {f'{mean:.0%}' if alike else f'{min(own):.0%} to {max(own):.0%}'}"
-    return ", ".join(said[mean] for mean in sorted(said, reverse=True) if mean > 0.005)
+        shown = f"{mean:.0%}" if alike else f"{min(own):.0%} to {max(own):.0%}"
+        said.append((mean, f"{kind} {shown}"))
+    said.sort(key=lambda pair: -pair[0])
+    return ", ".join(words for mean, words in said if mean > 0.005)
 
 
-def advice(found: Mapping[str, Sequence[float]]) -> list[str]:
-    """What stands out in `shares`, and what to do about it; nothing if nothing does."""
-    none = [0.0] * len(found["compute"])
-    parts = [found.get(kind, none) for kind in STEP]
-    steps = [max(sum(own), 1e-9) for own in zip(*parts, strict=True)]
-    said = []
+def advice(seconds: Tensor) -> list[str]:
+    """What stands out in all ranks' `Clock.seconds`, and what to do about it.
+
+    Nothing if nothing stands out, or if the steps took less than `_ENOUGH_S`.
+    """
+    found = shares(seconds)
+    none = [0.0] * len(seconds)
+    steps = [sum(own) for own in zip(*(found.get(kind, none) for kind in STEP), strict=True)]
+    said: list[str] = []
+    if float(seconds.sum(dim=1).max()) * max(steps) < _ENOUGH_S:
+        return said
 
     def of_steps(kind: str) -> list[float]:
-        return [own / of for own, of in zip(found.get(kind, none), steps, strict=True)]
+        own = zip(found.get(kind, none), steps, strict=True)
+        return [part / max(whole, 1e-9) for part, whole in own]
 
     data, waits = of_steps("data"), of_steps("communication")
     if max(data) > _DATA:
