@@ -171,7 +171,7 @@ FREE = {
     "best_by",
     *("device", "backend", "timeout_s", "max_steps", "global_batch_size", "batch_size_per_rank"),
     *("data_path", "download", "verify_images", "num_workers", "pin_memory"),
-    *("lesson", "show", "timeline", "memory_budget", "check_replicas", "audit"),
+    *("lesson", "show", "timeline", "memory_budget", "check_replicas", "audit", "profile"),
     *("shard", "replicas", "tensor_parallel", "reshard_after_forward", "recompute", "dry_run"),
 }
 """Options that may change on resume. The identity holds the data's fingerprint and the whole batch

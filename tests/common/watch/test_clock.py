@@ -118,13 +118,12 @@ def train_slowly(
 DELAYS = {"evaluate": 1, "save": STEPS}
 """How often a part is late; else in each step but the first."""
 
+SLOW = [("data", 1, 1), ("data", 2, 1), ("compute", 1, 0), ("save", 1, 0)]
 CASES = [
     ("data", 2, 0),
-    ("data", 2, 1),
     ("compute", 2, 0),
-    ("save", 1, 0),
     ("evaluate", 1, 0),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("data", 1, 1), ("compute", 1, 0))),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
 ]
 
 
