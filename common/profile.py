@@ -1,9 +1,10 @@
 """`--profile N`: torch's profiler over N steps, on every rank."""
 
+import json
 import os
 import threading
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ SETTLE = 3
 
 class Profile:
     """Records steps: what the CPU and the GPU do, in ranges named after the step and its phases.
+
+    On a GPU the wait for gradients is in the range `compute`: a thread of autograd begins it. An
+    evaluation must not begin meanwhile: its loading processes would record for ever, too.
 
     Args:
         steps: to record. 0: none, and nothing is changed.
@@ -56,8 +60,7 @@ class Profile:
         """End the step's range; after the last one, write what was recorded."""
         if not self._profiler or not self._first <= step <= self._last:
             return
-        while self._ranges:
-            self._ranges.pop().__exit__(None, None, None)
+        self._close(0)
         if step == self._last:
             self.end()
 
@@ -69,18 +72,23 @@ class Profile:
             log.warning(f"--profile: the run made no step to record; steps 1 to {SETTLE} never are")
             return
         self._clock.on_kind = None
+        self._close(0)
         self._profiler.stop()
         trace = self._folder / f"rank_{self._rank}.json"
-        with TemporaryDirectory() as folder:
-            self._profiler.export_chrome_trace(f"{folder}/trace")
-            content = Path(folder, "trace").read_bytes()
-        self._folder.mkdir(exist_ok=True)
+        profiler, self._profiler = self._profiler, None
+        try:
+            with TemporaryDirectory() as folder:
+                profiler.export_chrome_trace(f"{folder}/trace")
+                content = Path(folder, "trace").read_bytes()
+            json.loads(content)  # torch says nothing of a full disk
+        except (OSError, ValueError):
+            log.warning(f"--profile: no trace: is {gettempdir()} full? TMPDIR can name another")
+            return
         write_bytes(trace, content)
-        averages = self._profiler.key_averages()
+        averages = profiler.key_averages()
         by = "self_cuda_time_total" if torch.cuda.is_initialized() else "self_cpu_time_total"
         table = averages.table(sort_by=by, row_limit=15, max_name_column_width=40)
         write_bytes(trace.with_suffix(".txt"), table.encode())
-        self._profiler = None
         log.info(f"{table}\nprofile: {trace} opens in https://ui.perfetto.dev")
 
     def _enter(self, name: str) -> None:
@@ -91,6 +99,9 @@ class Profile:
     def _phase(self, kind: str) -> None:
         if threading.get_ident() != self._thread or not self._ranges:
             return
-        if len(self._ranges) > 1:
-            self._ranges.pop().__exit__(None, None, None)
+        self._close(1)
         self._enter(kind)
+
+    def _close(self, but: int) -> None:
+        while len(self._ranges) > but:
+            self._ranges.pop().__exit__(None, None, None)

@@ -226,17 +226,19 @@ def clean(runs: Sequence[dict[str, Any]]) -> None:
         print(f"{folder}  {what}, {mebibytes(size)}")
     with suppress(EOFError):
         if input(f"remove all this, {mebibytes(total)}? [y/N] ").strip().lower() in ("y", "yes"):
-            done = [_remove(Path(folder), paths) for folder, paths in found.items()]
+            of = {run["folder"]: run for run in runs}
+            done = [_remove(of[folder], paths) for folder, paths in found.items()]
             print("removed" if all(done) else "the rest was removed")
             return
     print("nothing was removed")
 
 
-def _remove(folder: Path, paths: Sequence[Path]) -> bool:
+def _remove(run: dict[str, Any], paths: Sequence[Path]) -> bool:
     """Remove as the owner of the folder, so that no run begins there meanwhile."""
     try:
-        with lock(folder, patience_s=0):
-            for path in paths:
+        with lock(Path(run["folder"]), patience_s=0):
+            still = not_needed(run)  # a run may have begun, and ended, since the question
+            for path in (path for path in paths if path in still):
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     except (InputError, OSError) as error:
         print(f"warning: not removed: {error}")

@@ -157,10 +157,10 @@ def die_with_parent() -> None:
 
 
 def fork_while_threads_sleep() -> None:
-    """Let each fork of this process wait until its other threads sleep, on old Python.
+    """Let each fork of this process wait, for 2 s at most, until threads of C sleep, on old Python.
 
     Else the child may hang for ever before its first line of Python: it inherits the interpreter's
-    lock as taken if at this moment another thread becomes known to Python, as gloo's do when they
+    lock as taken if at this moment such a thread becomes known to Python, as gloo's do when they
     drop a collective's tensors.
 
     Source: CPython's issue 112275, mended in Python 3.11.10 and 3.12.
@@ -170,12 +170,13 @@ def fork_while_threads_sleep() -> None:
 
 
 def _let_threads_sleep(at_most_s: float = 2) -> None:
-    own, until_s = str(threading.get_native_id()), monotonic() + at_most_s
+    known = {str(thread.native_id) for thread in threading.enumerate()}
+    until_s = monotonic() + at_most_s
     while monotonic() < until_s:
         states = set()
         for thread in Path("/proc/self/task").iterdir():
             with contextlib.suppress(OSError):  # it has ended
-                if thread.name != own:
+                if thread.name not in known:
                     states.add((thread / "stat").read_text().rpartition(") ")[2][0])
         if states <= {"S"}:
             return

@@ -191,7 +191,8 @@ class Run:
                 with writing(self.folder / "metrics.jsonl"):
                     part_from_copies(self._here / "metrics.jsonl")
                     self._metrics = (self._here / "metrics.jsonl").open("ab+")
-                    self._metrics.truncate(state.metrics_bytes)
+                    if os.fstat(self._metrics.fileno()).st_size != state.metrics_bytes:
+                        self._metrics.truncate(state.metrics_bytes)
                     self._metrics.seek(0)
                     self._metrics_hash.update(self._metrics.read())
                     self._metrics_bytes = state.metrics_bytes

@@ -1,7 +1,7 @@
 """The time of a run over all its starts: which share of it made steps that count?
 
-A snapshot has the time that was spent until then. What came after it, until the run's files changed
-for the last time, is done again.
+A snapshot has the time that was spent until then. What came after it, until the last line of
+metrics, is done again. A start that left no snapshot is not known.
 """
 
 import time
@@ -17,16 +17,20 @@ AGAIN, BETWEEN = "again", "between"
 
 
 def last_sign(folder: Path) -> float:
-    """When a run's metrics and logs changed for the last time [s, Unix]; 0 if there are none."""
-    found = [0.0]
-    for file in (folder / "metrics.jsonl", *folder.glob("logs/*")):
-        with suppress(OSError):  # it is gone
-            found.append(file.stat().st_mtime)
-    return max(found)
+    """When a run's metrics changed for the last time [s, Unix]; 0 if there are none.
+
+    Not its logs: a start that is refused writes there, too.
+    """
+    with suppress(OSError):
+        return (folder / "metrics.jsonl").stat().st_mtime
+    return 0.0
 
 
 class History:
-    """Seconds of each kind on rank 0, over all starts of a run until now."""
+    """Seconds of each kind on rank 0, over all starts of a run until now.
+
+    The first start is the first one that left a snapshot.
+    """
 
     def __init__(self, signs: float) -> None:
         """`signs` is the folder's `last_sign` before this start wrote into it."""

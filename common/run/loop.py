@@ -22,7 +22,7 @@ from common.errors import StopRequested, TrainingError
 from common.group.collectives import gather_numbers
 from common.group.stop import StopAgreement
 from common.launch.report import say
-from common.profile import Profile
+from common.profile import SETTLE, Profile
 from common.replicas import unlike_replicas
 from common.run.check import end_check, folder_of_check
 from common.run.folder import Run
@@ -139,7 +139,9 @@ class Loop:
             signal.signal(signal.SIGINT, self._interrupt)
         self._progress = progress_bar(self.last_step, self.state.step, main=self.run.ranks.is_main)
         self._trace.before(self.state.step + 1)
-        steps, run = (self.state.step + 1, self.last_step), self.run
+        run, begun, per_epoch = self.run, self.state.step + 1, self.batches.steps_per_epoch
+        end_of_epoch = -(-(begun + SETTLE) // per_epoch) * per_epoch
+        steps = begun, min(end_of_epoch, self.last_step)
         self._profile = Profile(run.options.profile, steps, self.clock, run.folder, run.ranks.rank)
         first, end = self.state.epoch, -(-self.last_step // self.batches.steps_per_epoch)
         return range(first, max(end, first + 1))  # perhaps only the last evaluation is missing
@@ -214,8 +216,9 @@ class Loop:
 
     def _gather(self, losses: Tensor) -> Sequence[Tensor]:
         """All ranks' losses of this step, means over the epoch, and times, in one message."""
-        parts = [losses, self.state.loss_sum / self.state.batch, self.compute.halves()]
-        parts.append(self.clock.seconds())
+        spent_s = self.clock.seconds()  # waits for a GPU, so that halves() has its last steps
+        means = self.state.loss_sum / self.state.batch
+        parts = [losses, means, self.compute.halves(), spent_s]
         own = [part.double().flatten().cpu() for part in parts]
         return torch.split(gather_numbers(torch.cat(own)), [len(part) for part in own], dim=1)
 
@@ -343,6 +346,7 @@ class Loop:
     def _leave(self) -> NoReturn:
         self.save()
         self.state.wait()
+        self._profile.end()
         # Under slurm/job.sh the job is requeued, and says so.
         by_hand = f": to resume, run the same command with --output-dir {self.run.folder}"
         log.info(

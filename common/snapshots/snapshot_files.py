@@ -23,6 +23,9 @@ from common.snapshots.checked import checksum, load_data_only, save_checked
 
 FORMAT = 6
 
+_OF_ITS_FOLDER = {"metrics_bytes": 0, "metrics_sha256": "", "history": {}}
+"""What a snapshot has of its run's folder, as if it had nothing."""
+
 
 class UnsoundError(InputError):
     """A snapshot whose bytes are not the ones that were written."""
@@ -172,7 +175,7 @@ def _find(resume: str | Path, folder: Path, unsound: dict[Path, str]) -> dict[st
     if isinstance(resume, Path):
         refuse_closed("--resume", resume)
         if not candidates:
-            return {**read(resume), "metrics_bytes": 0, "metrics_sha256": ""}  # not this folder's
+            return {**read(resume), **_OF_ITS_FOLDER}  # not this folder's
         # The same command again, after a stop: the folder's own snapshots are of later steps.
         if resume.resolve().parent == folder.resolve() and resume.name != candidates[0].name:
             raise InputError(

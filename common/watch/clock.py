@@ -1,7 +1,7 @@
 """Where a rank's time goes: waiting for data, computing, waiting for other ranks, saving ...
 
 Time is of one kind until the next. On a GPU it is the GPU's: events are put into its queue and read
-after it has passed them, so that nothing ever waits for them. Then data counts only while the GPU
+after it has passed them, so that no step waits for them. Then data counts only while the GPU
 has nothing else to do.
 """
 
@@ -84,6 +84,8 @@ class Clock:
     def seconds(self) -> Tensor:
         """The time of each of `KINDS` so far [s]."""
         self._mark(self._marks[-1][0])
+        if self._device.type == "cuda":
+            self._marks[-1][1].synchronize()  # whoever asks waits for the GPU anyway
         self._read()
         return torch.tensor([*self._total_s.values()], dtype=torch.float64)
 
@@ -171,7 +173,8 @@ def advice(seconds: Tensor) -> list[str]:
     if min(waits) > _COMMUNICATION:  # a rank that only waits for a slow one is not all ranks
         said.append(
             f"communication took at least {min(waits):.0%} of the steps' time on every rank and "
-            "was not hidden behind computing: larger batches per rank, or --accumulate"
+            "was not hidden behind computing: larger batches per rank, or "
+            "--gradient-compression bf16"
         )
     if (save := max(found["save"])) > _SAVE:
         said.append(f"saving took {save:.0%} of the time: a larger --snapshot-every, a faster disk")

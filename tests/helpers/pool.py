@@ -54,6 +54,8 @@ class Pool:
         """
         with listen("127.0.0.1", 0) as probe:
             port = probe.getsockname()[1]
+        if not all(process.is_alive() for process in self.processes):
+            self.replace()
         for rank in range(world_size):
             ranks = Ranks(rank, rank, world_size, world_size, "test", "127.0.0.1", port)
             self.connections[rank].send((function, ranks, args))
@@ -64,7 +66,7 @@ class Pool:
                     answers.append(connection.recv())
                     continue
                 why = f"did not answer within {PATIENCE_S} s; the ranks' stacks are on stderr"
-            except EOFError:
+            except (EOFError, ConnectionError):
                 why = "died"
             self.replace()
             pytest.fail(f"rank {len(answers)} {why}")

@@ -1,6 +1,7 @@
 """What a rank's process forks."""
 
 import ctypes
+import hashlib
 import subprocess
 import sys
 import threading
@@ -16,14 +17,33 @@ from tests.helpers.pool import PATIENCE_S
 def test_a_fork_waits_until_the_other_threads_sleep() -> None:
     """One of them may hold the interpreter's lock, which the child would inherit as taken."""
     size = 2**28
-    block = ctypes.create_string_buffer(size)
-    fill = ctypes.CDLL(None).memset  # without the GIL
-    thread = threading.Thread(target=fill, args=(block, 1, ctypes.c_size_t(size)))
-    thread.start()
+    block, libc = ctypes.create_string_buffer(size), ctypes.CDLL(None)
+
+    def fill(_argument: None) -> None:
+        libc.memset(block, 1, ctypes.c_size_t(size))  # without the GIL
+
+    start = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(fill)
+    thread = ctypes.c_ulong()  # of C, as gloo's: `threading` does not know it
+    assert libc.pthread_create(ctypes.byref(thread), None, start, None) == 0
     while block[0] != b"\1":
         sleep(0)
     process._let_threads_sleep(PATIENCE_S)
     assert block[size - 1] == b"\1"
+    assert libc.pthread_join(thread, None) == 0
+
+
+def test_a_fork_waits_for_no_thread_that_python_knows() -> None:
+    """Such as the one that writes a snapshot, for minutes."""
+    stop = threading.Event()
+
+    def compute() -> None:
+        while not stop.is_set():
+            hashlib.sha256(bytes(2**24))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    process._let_threads_sleep(at_most_s=1e9)  # else it would not return
+    stop.set()
     thread.join()
 
 
@@ -32,7 +52,7 @@ import multiprocessing, sys
 from common.launch import process
 from common.launch.ranks import Ranks
 sys.version_info = tuple(map(int, sys.argv[1].split(".")))
-process._let_threads_sleep = lambda: print("waits")
+process._let_threads_sleep = lambda: print("waits", flush=True)
 def fork():
     child = multiprocessing.get_context("fork").Process(target=lambda: None)
     child.start()

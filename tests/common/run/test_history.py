@@ -42,13 +42,29 @@ def test_one_start_has_only_its_goodput(monkeypatch: pytest.MonkeyPatch) -> None
     assert History(0.0).summary(spent_s) == {"goodput": 0.3}
 
 
-def test_the_last_sign_is_the_newest_of_metrics_and_logs(tmp_path: Path) -> None:
+def test_the_last_sign_is_that_of_the_metrics(tmp_path: Path) -> None:
+    """A start that was refused has written a log, and lost no steps."""
     assert last_sign(tmp_path) == 0
-    (tmp_path / "logs").mkdir()
-    for name, changed in (("metrics.jsonl", 5), ("logs/rank_0.log", 7), ("model.pt", 9)):
+    for name, changed in (("metrics.jsonl", 5), ("rank_0.log", 7)):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (changed, changed))
-    assert last_sign(tmp_path) == 7
+    assert last_sign(tmp_path) == 5
+
+
+def test_a_refused_start_is_no_lost_step_and_a_branch_has_no_history(recipe: Recipe) -> None:
+    options = ["--nproc", "1", "--log-every", "1"]
+    recipe("ddp_launch", *options, "--max-steps", "5", folder="run").assert_ok()
+    begun_s = time.monotonic()
+    refused = recipe("ddp_launch", *options, "--max-steps", "9", "--lr", "1", folder="run")
+    refused_s = time.monotonic() - begun_s
+    assert refused.status == 2
+    on = recipe("ddp_launch", *options, "--max-steps", "9", folder="run").assert_ok()
+    assert on.summary["all_starts_s"]["between"] >= refused_s
+    assert on.summary["goodput"] < 1
+    (snapshot,) = on.folder.glob("snapshots/step_00000005.*.pt")
+    more = ["--max-steps", "9", "--resume", str(snapshot)]
+    branch = recipe("ddp_launch", *options, *more, folder="branch").assert_ok()
+    assert "all_starts_s" not in branch.summary
 
 
 def test_a_killed_run_that_goes_on_accounts_for_all_its_time(recipe: Recipe) -> None:
