@@ -101,8 +101,8 @@ def test_a_slow_link_is_time_of_communication(recipe: Recipe, hosts: list[list[s
     names = [host[-1] for host in hosts]
     folder = recipe.tmp_path / "run"
 
-    def communication(bits_per_s: float | None) -> tuple[list[float], int]:
-        """Seconds of each rank, and bytes of the gradients."""
+    def train(bits_per_s: float | None) -> tuple[dict[str, list[float]], int]:
+        """Seconds of each kind on each rank, and bytes of the gradients."""
         limit(names, bits_per_s)
         try:
             first, second = on_both(recipe, hosts, *["--max-steps 21"] * 2)
@@ -110,15 +110,20 @@ def test_a_slow_link_is_time_of_communication(recipe: Recipe, hosts: list[list[s
             limit(names, None)
         second.assert_ok()
         weights = torch.load(folder / "model.pt", weights_only=True)
-        spent_s = first.assert_ok().summary["time_s"]["communication"]
+        spent_s = first.assert_ok().summary["time_s"]
         shutil.rmtree(folder)
         return spent_s, sum(value.nbytes for value in weights.values())
 
-    usual_s, sent_bytes = communication(None)
-    for bits_per_s in (1e7, 2e6):  # on a busy machine ranks wait longer for each other
-        spent_s, _ = communication(bits_per_s)
-        sent_s = 20 * 8 * sent_bytes / bits_per_s
-        more_s = [after - before for before, after in zip(usual_s, spent_s, strict=True)]
-        if all(0.9 * sent_s <= more <= 1.15 * sent_s for more in more_s):  # 5 % are headers
+    usual_s, sent_bytes = train(None)
+    for bits_per_s in (1e7, 2e6):  # on a busy machine the rest varies by more
+        spent_s, _ = train(bits_per_s)
+        more_s = {
+            kind: [after - before for before, after in zip(usual_s[kind], own, strict=True)]
+            for kind, own in spent_s.items()
+            if kind != "start"
+        }
+        sent = min(more_s["communication"]) > 0.9 * 20 * 8 * sent_bytes / bits_per_s
+        wall_s = [sum(own) for own in zip(*more_s.values(), strict=True)]
+        if sent and more_s["communication"] == pytest.approx(wall_s, rel=0.1):
             return
-    pytest.fail(f"{more_s}, and not {sent_s}")
+    pytest.fail(f"{more_s}")
