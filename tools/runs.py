@@ -197,12 +197,12 @@ def order(runs: Sequence[dict[str, Any]], by: str) -> list[dict[str, Any]]:
 
 def not_needed(run: dict[str, Any]) -> list[Path]:
     """Older snapshots of a finished run with their shards, or the folder if it never began."""
-    from common.snapshots.snapshot_files import list_snapshots  # imports torch
+    from common.snapshots.snapshot_files import list_snapshots, shards_of  # they import torch
 
     folder = Path(run["folder"])
     if run["status"] == "finished":
         old = list_snapshots(folder / "snapshots")[1:]
-        return [*old, *(s for o in old for s in o.parent.glob(f"{o.name[:13]}.*.shard"))]
+        return [*old, *(shard for snapshot in old for shard in shards_of(snapshot))]
     if run["status"] == "running" or (folder / "config.json").exists():
         return []
     files = [file for file in folder.rglob("*") if not file.is_dir()]
@@ -212,22 +212,21 @@ def not_needed(run: dict[str, Any]) -> list[Path]:
 
 def clean(runs: Sequence[dict[str, Any]]) -> None:
     """Say what is not needed any more and how large it is, ask, and remove it."""
-    found = {run["folder"]: paths for run in runs if (paths := not_needed(run))}
+    found = [(run, paths) for run in runs if (paths := not_needed(run))]
     if not found:
         print("nothing to remove: no run has what is not needed any more")
         return
     total = 0
-    for folder, paths in found.items():
+    for run, paths in found:
         files = [f for path in paths for f in (path.rglob("*") if path.is_dir() else [path])]
         size = sum(file.lstat().st_size for file in files)
         total += size
-        never = paths == [Path(folder)]
+        never = paths == [Path(run["folder"])]
         what = "never began: its folder" if never else f"{len(paths)} files of older snapshots"
-        print(f"{folder}  {what}, {mebibytes(size)}")
+        print(f"{run['folder']}  {what}, {mebibytes(size)}")
     with suppress(EOFError):
         if input(f"remove all this, {mebibytes(total)}? [y/N] ").strip().lower() in ("y", "yes"):
-            of = {run["folder"]: run for run in runs}
-            done = [_remove(of[folder], paths) for folder, paths in found.items()]
+            done = [_remove(run, paths) for run, paths in found]
             print("removed" if all(done) else "the rest was removed")
             return
     print("nothing was removed")

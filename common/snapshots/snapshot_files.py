@@ -43,13 +43,18 @@ def list_snapshots(folder: Path) -> list[Path]:
     return sorted(folder.glob("step_????????.????????????????.pt"), reverse=True)
 
 
+def shards_of(snapshot: Path) -> list[Path]:
+    """The files of the ranks among which a snapshot's state is divided; none if it is not."""
+    return sorted(snapshot.parent.glob(f"{snapshot.name[:13]}.*.shard"))
+
+
 def keep_newest(folder: Path, count: int) -> None:
     """Remove the other snapshots, each before its shards; warn if one cannot be removed."""
     refuse_lost(folder)
     for old in list_snapshots(folder)[count:]:
         try:
             old.unlink(missing_ok=True)
-            for shard in folder.glob(f"{old.name[:13]}.*.shard"):
+            for shard in shards_of(old):
                 shard.unlink(missing_ok=True)
         except OSError as error:
             log.warning(f"cannot remove the old snapshot {error.filename} ({error.strerror})")
