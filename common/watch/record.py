@@ -90,14 +90,20 @@ class Watch:
 
     def _look(self, *, asked: bool) -> None:
         """Write down where the rank is, if it has made no step since the last look, or if asked."""
-        # faulthandler writes the stack, unless it is put off in time, which needs the GIL.
-        faulthandler.dump_traceback_later(2 * self._period_s, file=self._stacks)
+        self._stack_later()
         before, self._step = self._step, self._steps()
         if asked:
             self._stacks.truncate(0)
         stays = asked or before == self._step
         if stays or self._wrote:  # else it trains, and the record says so
-            found = _found(self._step) if stays else {}
+            found: Record = {}
+            if stays:
+                found = _found(self._step)
+                # torch imports torch._inductor the first time: seconds, on a busy machine.
+                # faulthandler takes no GIL: it would read frames that change, and can crash.
+                faulthandler.cancel_dump_traceback_later()
+                found["collectives"] = _collectives()
+                self._stack_later()
             if asked:
                 found["asked_s"] = time.monotonic()  # the launcher waits for it
             with suppress(TrainingError):  # the disk is full, or the folder is gone
@@ -105,6 +111,10 @@ class Watch:
             if asked and "RECIPES_ERRORS" not in os.environ:  # else the launcher says it
                 log.info(f"step {self._step}: {verdict.whereabouts(found)}")
         self._wrote = stays
+
+    def _stack_later(self) -> None:
+        """Let faulthandler write the stack, unless it is put off in time, which needs the GIL."""
+        faulthandler.dump_traceback_later(2 * self._period_s + 1, file=self._stacks)
 
     def end(self, *, keep: bool) -> None:
         """Look no more; remove this rank's files unless `keep`."""
@@ -133,13 +143,12 @@ def stop(*, keep: bool = False) -> None:
 
 
 def _found(step: int) -> Record:
-    """Where this rank is after so many steps, and for what it waits."""
+    """Where this rank is after so many steps."""
     stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
     return {
         "step": step,
         "place": _place(reversed(stack)),
         "stack": "".join(traceback.format_list(stack)),
-        "collectives": _collectives(),
     }
 
 

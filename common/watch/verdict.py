@@ -63,7 +63,11 @@ def verdict(logs: Path) -> Verdict | None:
         silent_s = newest_s - record.get("written_s", newest_s)
         if silent_s > 2 * record.get("period_s", math.inf) + 1:
             record["silent_s"] = silent_s
-    waits = {rank: calls for rank, r in enumerate(found) if (calls := r.get("collectives"))}
+    waits = {
+        rank: calls
+        for rank, record in enumerate(found)
+        if (calls := record.get("collectives")) and not record.get("c_stack")  # it is newer
+    }
     if not waits:
         return None
     by_number = itemgetter("number")
