@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,16 @@ def read_json(path: Path, *numbers: str) -> dict[str, Any]:
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def bytes_in(*paths: Path) -> int:
+    """Size of files, and of all files in folders, without following links; 0 for missing ones."""
+    size = 0
+    for path in paths:
+        for file in path.rglob("*") if path.is_dir() else [path]:
+            with suppress(OSError):  # removed meanwhile
+                size += 0 if file.is_dir() else file.lstat().st_size
+    return size
 
 
 def refuse_closed(option: str, *paths: Path) -> None:

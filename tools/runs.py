@@ -23,16 +23,17 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from common import run_status
 from common.errors import InputError
 from common.owner import lock, owner_of
 from common.parse import given_path
-from common.reading import read_json
+from common.reading import bytes_in, read_json
 from common.terminal import mebibytes
 from tools.command import Parser, attempt
 
 COLUMNS = ("run", "begun", "status", "steps", "best", "samples/s", "weights", "options")
-_TAIL_BYTES = 65536
-"""Of a log or of the metrics: enough for the last lines, and for a traceback."""
+KILLED = {"status": "killed"}
+_ENDED = (run_status.FINISHED, run_status.STOPPED, run_status.FAILED)
 
 
 def find_runs(folder: Path) -> Iterator[Path]:
@@ -67,36 +68,21 @@ def look(run: Path) -> dict[str, Any]:
         owner = owner_of(run)
     except OSError:
         owner = None
-    found |= {"status": "running", "owner": owner} if owner else _end(run, summary)
+    end = content(run_status.NAME)
+    if owner:
+        found |= {"status": run_status.RUNNING, "owner": owner}
+    elif "weights_sha256" in summary:
+        found["status"] = run_status.FINISHED
+    else:
+        known = end.get("status") in _ENDED
+        found |= {k: end[k] for k in ("status", "error") if k in end} if known else KILLED
     if damaged:
         found["damaged"] = damaged
     return found
 
 
-def _end(run: Path, summary: dict[str, Any]) -> dict[str, Any]:
-    """How a run ended that nobody owns any more."""
-    if "weights_sha256" in summary:
-        return {"status": "finished"}
-    errors = []
-    for log in sorted((run / "logs").glob("rank_*.log")):
-        words = _tail(log).split(" INFO output_dir: ")[-1]  # since its last start
-        if log.name == "rank_0.log" and re.search(r" INFO stopped after step \d+", words):
-            return {"status": "stopped"}
-        errors += re.findall(r"(?m)^(\S+ \S+) ERROR (error: .*)", words)
-    return {"status": "failed", "error": min(errors)[1]} if errors else {"status": "killed"}
-
-
-def _tail(file: Path) -> str:
-    try:
-        with file.open("rb") as bytes_:
-            bytes_.seek(max(0, file.stat().st_size - _TAIL_BYTES))
-            return bytes_.read().decode(errors="replace")
-    except OSError:
-        return ""
-
-
 def _last_step(run: Path) -> Any:
-    for line in reversed(_tail(run / "metrics.jsonl").splitlines()):
+    for line in reversed(run_status.tail(run / "metrics.jsonl").splitlines()):
         if found := re.match(r'\{"step": (\d+)', line):
             return int(found[1])
     return None
@@ -206,7 +192,7 @@ def not_needed(run: dict[str, Any]) -> list[Path]:
     if run["status"] == "running" or (folder / "config.json").exists():
         return []
     files = [file for file in folder.rglob("*") if not file.is_dir()]
-    ours = all(re.fullmatch(r"\.lock|rank_\d+\.log", file.name) for file in files)
+    ours = all(re.fullmatch(r"\.lock|status\.json|rank_\d+\.log", f.name) for f in files)
     return [folder] if ours else []
 
 
@@ -218,8 +204,7 @@ def clean(runs: Sequence[dict[str, Any]]) -> None:
         return
     total = 0
     for run, paths in found:
-        files = [f for path in paths for f in (path.rglob("*") if path.is_dir() else [path])]
-        size = sum(file.lstat().st_size for file in files)
+        size = bytes_in(*paths)
         total += size
         never = paths == [Path(run["folder"])]
         what = "never began: its folder" if never else f"{len(paths)} files of older snapshots"

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from common import hints, log
+from common import hints, log, run_status
 from common.errors import (
     STATUS_BAD_INPUT,
     STATUS_FAILED,
@@ -52,6 +52,7 @@ def report(error: Exception, ranks: Ranks) -> int:
     trace = "" if own else "".join(traceback.format_exception(error))
     trace = found.stack if found and found.stack else trace
     _keep(f"{line}\n{trace}".rstrip())
+    run_status.failed(error, line)
     elastic = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if elastic and follows:
         time.sleep(1)  # torchrun ends this rank, which then says nothing
@@ -223,6 +224,9 @@ def show_cause(
     found = (rule(evidence) for rule in rules)
     line, status = next(filter(None, found), None) or _follower(evidence)
     say(line)
+    for entry in evidence.entries:
+        if "inode" in entry and status == STATUS_FAILED:
+            run_status.correct(Path(entry["run"]), entry["inode"], line.strip().splitlines()[0])
     return status
 
 

@@ -14,7 +14,7 @@ from common.reading import read_json
 _FOLDERS = {"snapshots", "weights", "tensorboard", "logs", "trace", "profile"}
 _FILES = {
     *("config.json", "manifest.json", "metrics.jsonl", "summary.json", "class_indices.json"),
-    *("preprocessing.json", "held_out.json", "changes.diff", "model.pt", "best.pt"),
+    *("preprocessing.json", "held_out.json", "changes.diff", "model.pt", "best.pt", "status.json"),
 }
 """What a run writes into its folder, besides .lock."""
 
@@ -23,12 +23,16 @@ _locks_of_snapshots: list[IO[str]] = []
 """Of folders to which `snapshots` in a run's folder leads; held until this process ends."""
 
 
-def claim(given: Path | None, recipe: str) -> tuple[Path, IO[str]]:
-    """Make and lock the folder of a run, on rank 0; its `.lock`, which stays open.
+def claim(given: Path | None, recipe: str) -> tuple[Path, IO[str], list[Path]]:
+    """Make and lock the folder of a run, on rank 0.
 
     Args:
         given: by the user. None: a new folder in runs/, under `recipe`.
         recipe: its name.
+
+    Returns:
+        The folder; its `.lock`, which stays open; if no run had the folder, the files and folders
+        that were made now, the innermost first.
 
     Raises:
         InputError: the folder cannot be written, belongs to a run that is still going, or holds
@@ -40,11 +44,16 @@ def claim(given: Path | None, recipe: str) -> tuple[Path, IO[str]]:
             f"{restarted} was removed or moved, and a restart does not make it again: to resume, "
             "run the same command with --output-dir of its new place"
         )
-    folder = given or Path(restarted or new_folder(Path("runs") / recipe))
+    place = given or Path(restarted or Path("runs") / recipe)
+    before = {path for path in (place, *place.parents) if os.path.lexists(path)}
+    folder = place if given or restarted else new_folder(place)
+    made = [path for path in (folder, *folder.parents) if path not in before]
     try:
         _refuse_long(folder)
         make_folder(folder)
         _refuse_foreign(folder)
+        new = not any((folder / name).exists() for name in (".lock", "config.json"))
+        made = [folder / ".lock", *made] if new else []
         locked = lock(folder)
         if (folder / "snapshots").is_symlink() and (folder / "snapshots").is_dir():
             # another run's may lead to the same folder
@@ -52,7 +61,7 @@ def claim(given: Path | None, recipe: str) -> tuple[Path, IO[str]]:
     except OSError as error:
         raise InputError(not_writable(folder, error)) from error
     restart.record(folder)
-    return folder, locked
+    return folder, locked, made
 
 
 def refuse_unwritable(folder: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common import log
+from common import log, run_status
 from common.data.datasets import Data
 from common.errors import InputError, TrainingError
 from common.git import changes
@@ -25,7 +25,7 @@ from common.launch.report import leave
 from common.manifest import continued, describe_run
 from common.output_folder import make_folder, not_writable
 from common.owner import mark, own
-from common.reading import read_json
+from common.reading import bytes_in, read_json
 from common.run.check import folder_of_check
 from common.run.claim import claim, refuse_in_data, refuse_unwritable
 from common.run.curves import Curves
@@ -66,14 +66,16 @@ class Run:
         refuse_unlike_rank_0(given, "not started like rank 0")
         checked, folder = folder_of_check(), self.options.output_dir
         self._lock: IO[str] | None = None
+        made: list[Path] = []
         with agreed():
             if ranks.is_main:
                 if self._values.get("data") == "imagefolder":
                     refuse_in_data(folder or Path("runs"), Path(self._values["data_path"]))
                 if checked and folder:
                     refuse_unwritable(folder)
-                folder, self._lock = claim(checked or folder, recipe)
-        self.folder: Path = broadcast(folder)
+                folder, self._lock, made = claim(checked or folder, recipe)
+        self.folder: Path
+        self.folder, made = broadcast((folder, made))
         self.before = (checked and self.options.output_dir) or self.folder
         self.snapshots = self.folder / "snapshots"
         self.logs = self.folder / "logs"
@@ -86,10 +88,15 @@ class Run:
                 logs.mkdir(exist_ok=True)
                 self.history = History(last_sign(self._here))
                 own_log = logs / f"rank_{ranks.rank}.log"
+                if made and not own_log.exists():
+                    made = [self.logs / own_log.name, self.logs, *made]
                 part_from_copies(own_log)
                 file = logging.FileHandler(own_log, encoding="utf-8", errors="backslashreplace")
             except OSError as error:
                 raise InputError(not_writable(self.folder, error)) from error
+        run_status.claimed(self.folder, made, writes=ranks.is_main)
+        if ranks.is_main:
+            leave({"run": str(self.folder.absolute()), "inode": self.folder.stat().st_ino})
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(file)
         log.info(f"output_dir: {self.folder}")
@@ -178,6 +185,7 @@ class Run:
             leave({"watched": str(self.logs.absolute())})
         manifest = describe_run(self.devices, self.options.seed, data.fingerprint)
         with agreed():
+            run_status.begun()
             if self.ranks.is_main:
                 with writing(self.folder / "summary.json"):
                     # A run that goes on beyond its end has not finished any more.
@@ -291,6 +299,7 @@ class Run:
             **self._hashes,
         }
         write_json(self.folder / "summary.json", content)
+        run_status.say(run_status.FINISHED)
         self._close_curves()
         self._metrics.close()
         if self._lock:
@@ -302,7 +311,8 @@ class Run:
         shown = {key: value for key, value in summary.items() if key != "preprocessing_sha256"}
         if spent_s := shown.get("time_s"):
             shown["time_s"] = in_words(spent_s)
-        show_table({**shown, "output_dir": str(self.folder), "model": model})
+        place = {"output_dir": str(self.folder), "output_dir_bytes": bytes_in(self.folder)}
+        show_table({**shown, **place, "model": model})
 
 
 def _records(data: Data, options: Options) -> dict[str, Any]:

@@ -7,6 +7,7 @@ resume depends, is here in one place.
 import os
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from statistics import fmean
 from typing import Any, NoReturn
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from common import log, restart
+from common import log, restart, run_status
 from common.data.datasets import Data
 from common.data.stream import GlobalBatches
 from common.errors import StopRequested, TrainingError
@@ -341,6 +342,8 @@ class Loop:
                 f"\ninterrupted at step {self.state.step}; {kept}: to resume, run the same command "
                 f"with --output-dir {self.run.folder}"
             )
+        with suppress(TrainingError):
+            run_status.say(run_status.STOPPED)
         raise KeyboardInterrupt
 
     def _leave(self) -> NoReturn:
@@ -353,4 +356,5 @@ class Loop:
             f"stopped after step {self.state.step}"
             f"{'' if 'RECIPES_STOP_MARK' in os.environ else by_hand}"
         )
+        run_status.say(run_status.STOPPED)
         raise StopRequested

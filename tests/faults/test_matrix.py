@@ -3,6 +3,7 @@
 `make test SUITE=faults` runs it and writes results/matrix.json and the table in docs/faults.md.
 """
 
+import json
 import os
 import re
 import signal
@@ -222,6 +223,10 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Resul
     runner.stop()
 
 
+SAID = {0: "finished", 1: "failed", 75: "stopped", 130: "stopped", -signal.SIGKILL: "running"}
+"""Exit status to the status in status.json, which a killed run cannot write."""
+
+
 def nproc(name: str) -> tuple[str, ...]:
     return ("--nproc", "2") if name != "model_parallel_toy" else ()
 
@@ -285,6 +290,8 @@ def test_a_rank(
     assert expected.says or "Traceback" not in result.stderr
     assert len(result.errors) == (1 if expected.says else 0), result.stderr
     assert re.match(expected.says, first), result.stderr
+    ended = {"status": SAID[expected.status]} | ({"error": first} if expected.status == 1 else {})
+    assert json.loads((scene.folder / "status.json").read_text()) == ended
     left = shared_memory() - before
     wait_for(lambda: not left & shared_memory())  # another program's go at its end, a leak stays
     step = assert_intact(scene.folder)

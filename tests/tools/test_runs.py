@@ -15,7 +15,6 @@ from common.owner import owner_of
 from tests.helpers.commands import ROOT, Recipe, clean_env
 from tools.runs import differences, find_runs, look, main, order
 
-BEGUN = "2026-01-02 03:04:05,678 INFO output_dir: "
 SHA = "a" * 64
 
 
@@ -34,33 +33,25 @@ def made_up(folder: Path, **summary: Any) -> Path:
     return folder
 
 
-def write_log(folder: Path, *lines: str, rank: int = 0) -> None:
-    text = "\n".join([f"{BEGUN}{folder}", *lines])
-    (folder / "logs" / f"rank_{rank}.log").write_text(text + "\n")
-
-
 def finished(folder: Path) -> None:
     made_up(folder, val_accuracy=0.5)
-    write_log(folder, "2026-01-02 03:05:00,000 ERROR error: an earlier start", f"{BEGUN}{folder}")
+    (folder / "status.json").write_text('{"status": "running"}')  # killed shortly before the end
 
 
 def failed(folder: Path) -> None:
-    """Rank 1 first, whose error rank 0 only follows."""
     made_up(folder)
-    write_log(folder, "2026-01-02 03:06:01,000 ERROR error: rank 0: gone\nTraceback", "  File")
-    write_log(folder, "2026-01-02 03:06:00,000 ERROR error: rank 1: a bug", "Traceback", rank=1)
+    content = {"status": "failed", "error": "error: rank 1: a bug", "folder": "elsewhere"}
+    (folder / "status.json").write_text(json.dumps(content))
 
 
 def stopped(folder: Path) -> None:
     made_up(folder)
-    write_log(folder, "2026-01-02 03:06:01,000 INFO stopped after step 20: to resume, run the same")
+    (folder / "status.json").write_text('{"status": "stopped"}')
 
 
 def killed(folder: Path) -> None:
-    """After a resume of a run that had been stopped."""
-    stopped(folder)
-    with (folder / "logs" / "rank_0.log").open("a") as log:
-        log.write(f"{BEGUN}{folder}\n")
+    made_up(folder)
+    (folder / "status.json").write_text('{"status": "running"}')
 
 
 @pytest.mark.parametrize("make", [finished, failed, stopped, killed])
@@ -117,6 +108,11 @@ def test_whatever_lies_in_five_hundred_folders_is_no_traceback(
             (run / "manifest.json").write_text('{"command": "an open \' quote", "start": 3}')
         elif fault == 7:
             (run / "summary.json").write_text('{"val_loss": "text", "best": {"val_loss": null}}')
+        elif fault == 8:
+            (run / "summary.json").unlink()
+            (run / "status.json").write_text('{"status": ["failed"], "error": 3}')
+        elif fault == 9:
+            (run / "status.json").write_text('{"status": "fai')
         elif fault == 6:
             (run / "config.json").unlink()
             (run / "config.json").mkdir()
@@ -129,6 +125,7 @@ def test_whatever_lies_in_five_hundred_folders_is_no_traceback(
     assert sum(line.startswith(str(tmp_path)) for line in lines) == 500
     assert "foreign" not in said.out
     assert sum("summary.json cannot be read" in line for line in lines) == 100
+    assert sum("status.json cannot be read" in line for line in lines) == 50
 
 
 def test_runs_are_sorted_and_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +167,8 @@ def to_clean(tmp_path: Path) -> Path:
     for name in ("never began", "was begun", "has more"):
         (tmp_path / name / "logs").mkdir(parents=True)
         (tmp_path / name / ".lock").touch()
-        write_log(tmp_path / name, "2026-01-02 03:06:00,000 ERROR error: no data")
+        (tmp_path / name / "logs" / "rank_0.log").write_text("an error")
+        (tmp_path / name / "status.json").write_text('{"status": "failed"}')
     (tmp_path / "was begun" / "config.json").write_text("{}")
     (tmp_path / "has more" / "notes.txt").write_text("mine")
     return tmp_path

@@ -41,6 +41,10 @@ def sha(folder: Path) -> str:
     return str(json.loads((folder / "summary.json").read_text())["weights_sha256"])
 
 
+def ended(folder: Path) -> str:
+    return str(json.loads((folder / "status.json").read_text())["status"])
+
+
 def steps(folder: Path) -> list[int]:
     """Steps whose loss was logged, in the file's order."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -51,11 +55,13 @@ def test_a_second_run_in_the_folder_is_refused(recipe: Recipe) -> None:
     first = recipe.start(*recipe.command("ddp_launch", *SHORT, *FOR_EVER))
     folder = recipe.tmp_path / "run"
     wait_for(lambda: list(folder.glob("snapshots/*.pt")))
+    assert ended(folder) == "running"
     second = recipe("ddp_launch", *SHORT, *FOR_EVER)
     assert (second.status, len(second.errors)) == (2, 1), second.stderr
     assert f"process {first.pid}" in second.errors[0]
     first.send_signal(signal.SIGTERM)
     assert recipe.finish(first, folder).status == 75
+    assert ended(folder) == "stopped"
     result = Result(0, "", "", folder)
     assert [line["step"] for line in result.metrics if "loss" in line] == list(
         range(1, 1 + len(result.losses))
@@ -92,6 +98,7 @@ def test_a_finished_run_without_its_model_writes_it_again(
     status, said = train(pool, folder)
     assert status == 0, said
     assert sha(folder) == sha(finished)
+    assert ended(folder) == "finished"
     assert (folder / "model.pt").read_bytes() == (finished / "model.pt").read_bytes()
     shutil.rmtree(folder / "snapshots")
     (folder / "model.pt").unlink()

@@ -1,0 +1,119 @@
+"""status.json: whether a run goes on, or how it ended. A start that is refused leaves nothing.
+
+A rank says what it knows while it ends. If this project started the ranks, the process that did so
+knows more: a rank that was killed can say nothing, and rank 0 may only have seen another one fail.
+"""
+
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from common.errors import InputError, TrainingError
+from common.owner import lock
+from common.reading import read_json
+from common.writing import write_json
+
+NAME = "status.json"
+RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
+"""A run that was killed is still "running" there, but nobody owns its folder (`owner_of`)."""
+
+_TAIL_BYTES = 65536
+"""Of a log: enough for its last lines and a traceback."""
+
+
+class _Start:
+    """This rank's start of a run."""
+
+    def __init__(self, folder: Path, made: Sequence[Path], *, writes: bool) -> None:
+        self.folder, self.made, self.writes, self.begun = folder, made, writes, False
+
+
+_start: list[_Start] = []
+
+
+def claimed(folder: Path, made: Sequence[Path], *, writes: bool) -> None:
+    """This rank has the folder of its run.
+
+    Args:
+        folder: of the run.
+        made: files and folders that this start made, each before the folder it is in.
+        writes: whether this rank writes status.json.
+    """
+    _start[:] = [_Start(folder, made, writes=writes)]
+
+
+def begun() -> None:
+    """From now on the files in the folder are this start's: it goes on with the run."""
+    _start[-1].begun = True
+    say(RUNNING)
+
+
+def say(status: str) -> None:
+    """Write the status of this rank's run, if this rank does so. After RUNNING it is the last."""
+    for start in _start:
+        if start.writes:
+            write_json(start.folder / NAME, {"status": status})
+    if status != RUNNING:
+        _start.clear()
+
+
+def failed(error: Exception, line: str) -> None:
+    """This rank ends with an error, shown as `line`; a start that did not begin changes no run."""
+    for start in _start:
+        with suppress(InputError, TrainingError):  # the disk is full, or the folder is not ours
+            if isinstance(error, InputError) and not start.begun:
+                _remove(start.made)
+            elif start.writes and (start.begun or _unsaid(start.folder)):
+                _write_failed(start.folder, first_error(start.folder / "logs") or line)
+
+
+def _remove(made: Sequence[Path]) -> None:
+    for path in made:
+        with suppress(OSError):  # another rank still has a file there, or has removed it
+            path.rmdir() if path.is_dir() else path.unlink()
+
+
+def _unsaid(folder: Path) -> bool:
+    """Whether no start has left how it ended."""
+    with suppress(InputError):
+        return read_json(folder / NAME).get("status") not in (FINISHED, STOPPED)
+    return True
+
+
+def _write_failed(folder: Path, line: str) -> None:
+    write_json(folder / NAME, {"status": FAILED, "error": line})
+
+
+def correct(folder: Path, inode: int, line: str) -> None:
+    """Write why the ranks failed, from the process that started them, once they have ended.
+
+    Args:
+        folder: of their run.
+        inode: of the folder: another one may be there by now.
+        line: the error that is shown.
+    """
+    with suppress(OSError, InputError, TrainingError):  # removed, another run's, or the disk full
+        if folder.stat().st_ino == inode and _unsaid(folder):
+            with lock(folder, patience_s=0):
+                _write_failed(folder, line)
+
+
+def first_error(logs: Path) -> str:
+    """The earliest error that a rank has kept in its log since its last start; "" if there is none.
+
+    The other ranks only saw it fail.
+    """
+    errors: list[tuple[str, str]] = []
+    for log in logs.glob("rank_*.log"):
+        since = tail(log).split(" INFO output_dir: ")[-1]
+        errors += re.findall(r"(?m)^(\S+ \S+) ERROR (error: .*)", since)
+    return min(errors)[1] if errors else ""
+
+
+def tail(file: Path) -> str:
+    """The end of a text file; "" if it cannot be read."""
+    with suppress(OSError), file.open("rb") as bytes_:
+        bytes_.seek(max(0, file.stat().st_size - _TAIL_BYTES))
+        return bytes_.read().decode(errors="replace")
+    return ""
