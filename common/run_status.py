@@ -90,11 +90,12 @@ def correct(folder: Path, inode: int, line: str) -> None:
 
     Args:
         folder: of their run.
-        inode: of the folder: another one may be there by now.
+        inode: of the folder's .lock: by now the folder may be another run's, or emptied.
         line: the error that is shown.
     """
     with suppress(OSError, InputError, TrainingError):  # removed, another run's, or the disk full
-        if folder.stat().st_ino == inode and _unsaid(folder):
+        theirs = (folder / ".lock").stat().st_ino == inode and (folder / NAME).exists()
+        if theirs and _unsaid(folder):
             with lock(folder, patience_s=0):
                 _write_failed(folder, line)
 

@@ -95,8 +95,9 @@ class Run:
             except OSError as error:
                 raise InputError(not_writable(self.folder, error)) from error
         run_status.claimed(self.folder, made, writes=ranks.is_main)
-        if ranks.is_main:
-            leave({"run": str(self.folder.absolute()), "inode": self.folder.stat().st_ino})
+        if self._lock:
+            inode = os.fstat(self._lock.fileno()).st_ino
+            leave({"run": str(self.folder.absolute()), "inode": inode})
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(file)
         log.info(f"output_dir: {self.folder}")

@@ -121,30 +121,38 @@ def killed(folder: Path, inode: int) -> int:
     return show_cause([(0, -signal.SIGKILL)], {}, errors)
 
 
-@pytest.mark.parametrize("now", ["as it was", "another folder", "another run's", "finished"])
+@pytest.mark.parametrize(
+    "now", ["as it was", "with another lock", "without its lock", "emptied", "owned", "finished"]
+)
 def test_the_launcher_tells_what_a_killed_rank_cannot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], now: str
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    held = {"status": "finished" if now == "finished" else "running"}
-    (folder / "status.json").write_text(json.dumps(held))
-    inode = folder.stat().st_ino + (now == "another folder")
-    parent = os.fork() if now == "another run's" else 0
-    if parent == 0 and now == "another run's":
-        locked = lock(folder)
-        (tmp_path / "locked").touch()
-        signal.pause()
-        locked.close()
-    if parent:
+    with lock(folder) as locked:
+        inode = os.fstat(locked.fileno()).st_ino
+    if now != "emptied":
+        held = {"status": "finished" if now == "finished" else "running"}
+        (folder / "status.json").write_text(json.dumps(held))
+    if now == "without its lock":
+        (folder / ".lock").unlink()
+    before, owner = contents(folder), os.fork() if now == "owned" else -1
+    if owner == 0:
+        with lock(folder):
+            (tmp_path / "locked").touch()
+            signal.pause()
+    if owner > 0:
         wait_for((tmp_path / "locked").exists)
+        before = contents(folder)
     try:
-        assert killed(folder, inode) == 1
+        assert killed(folder, inode + (now == "with another lock")) == 1
     finally:
-        if parent:
-            os.kill(parent, signal.SIGKILL)
-            os.waitpid(parent, 0)
+        if owner > 0:
+            os.kill(owner, signal.SIGKILL)
+            os.waitpid(owner, 0)
     said = capsys.readouterr().err.strip().splitlines()[0]
     assert "was killed by SIGKILL" in said
-    told = {"status": "failed", "error": said} if now == "as it was" else held
-    assert status(folder) == told
+    if now == "as it was":
+        assert status(folder) == {"status": "failed", "error": said}
+    else:
+        assert contents(folder) == before

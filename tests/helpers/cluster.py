@@ -306,7 +306,13 @@ class Cluster:
 
     def job(self, job: str) -> dict[str, str]:
         """What Slurm knows of a job."""
-        text = self.run("scontrol", "--oneliner", "show", "job", job).stdout
+        ask = ("scontrol", "--oneliner", "show", "job", job)
+        for _ in range(3):
+            if text := self.run(*ask, check=False).stdout:
+                break
+            time.sleep(1)  # on a busy machine the controller may close a connection unanswered
+        else:
+            text = self.run(*ask).stdout
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
     def close(self) -> None:
