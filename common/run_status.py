@@ -61,7 +61,7 @@ def say(status: str) -> None:
 def failed(error: Exception, line: str) -> None:
     """This rank ends with an error, shown as `line`; a start that did not begin changes no run."""
     for start in _start:
-        with suppress(InputError, TrainingError):  # the disk is full, or the folder is not ours
+        with suppress(OSError, InputError, TrainingError):  # a full disk, a folder that is lost
             if isinstance(error, InputError) and not start.begun:
                 _remove(start.made)
             elif start.writes and (start.begun or _unsaid(start.folder)):
