@@ -107,7 +107,7 @@ _TABLE = {
     ),
     _FOLLOWS: (
         "a rank that this rank talked to is gone: look for its error, on its host; one without an "
-        "error has called exit()"
+        "error was killed, perhaps out of memory, or has called exit()"
     ),
     r"op\.preamble\.length|Mismatch between collective|message truncated": (
         "the ranks call different collectives, or tensors of different sizes: "
@@ -137,7 +137,7 @@ _TABLE = {
     ),
     r"Expected to have finished reduction in the prior iteration": (
         "a parameter took no part in the loss on this rank: every rank must use every parameter "
-        "in every step, or freeze it"
+        "in every step, or freeze it (TORCH_DISTRIBUTED_DEBUG=DETAIL names it)"
     ),
     r"does not have a deterministic implementation": (
         "choose another operation, or add --no-deterministic and give up the same bits"
