@@ -40,8 +40,17 @@ def bytes_in(*paths: Path) -> int:
     for path in paths:
         for file in path.rglob("*") if path.is_dir() else [path]:
             with suppress(OSError):  # removed meanwhile
-                size += 0 if file.is_dir() else file.lstat().st_size
+                if not file.is_dir():
+                    size += file.lstat().st_size
     return size
+
+
+def tail(file: Path, size: int = 2**16) -> str:
+    """The last bytes of a text file, enough for a log's last lines; "" if it cannot be read."""
+    with suppress(OSError), file.open("rb") as bytes_:
+        bytes_.seek(max(0, file.stat().st_size - size))
+        return bytes_.read().decode(errors="replace")
+    return ""
 
 
 def refuse_closed(option: str, *paths: Path) -> None:

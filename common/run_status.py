@@ -10,16 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from common.errors import InputError, TrainingError
-from common.owner import lock
-from common.reading import read_json
+from common.owner import lock, refuse_lost
+from common.reading import read_json, tail
 from common.writing import write_json
 
 NAME = "status.json"
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 """A run that was killed is still "running" there, but nobody owns its folder (`owner_of`)."""
-
-_TAIL_BYTES = 65536
-"""Of a log: enough for its last lines and a traceback."""
 
 
 class _Start:
@@ -44,13 +41,13 @@ def claimed(folder: Path, made: Sequence[Path], *, writes: bool) -> None:
 
 
 def begun() -> None:
-    """From now on the files in the folder are this start's: it goes on with the run."""
+    """This start begins the run, or goes on with it: from here on it may change its files."""
     _start[-1].begun = True
     say(RUNNING)
 
 
 def say(status: str) -> None:
-    """Write the status of this rank's run, if this rank does so. After RUNNING it is the last."""
+    """Write the run's status, on the rank that writes it. All but RUNNING end this start."""
     for start in _start:
         if start.writes:
             write_json(start.folder / NAME, {"status": status})
@@ -59,12 +56,17 @@ def say(status: str) -> None:
 
 
 def failed(error: Exception, line: str) -> None:
-    """This rank ends with an error, shown as `line`; a start that did not begin changes no run."""
+    """This rank ends with an error, shown as `line`.
+
+    If its start did not begin, a finished or stopped run stays so.
+    """
     for start in _start:
         with suppress(OSError, InputError, TrainingError):  # a full disk, a folder that is lost
             if isinstance(error, InputError) and not start.begun:
+                if start.writes:
+                    refuse_lost(start.folder)  # its .lock may be another run's by now
                 _remove(start.made)
-            elif start.writes and (start.begun or _unsaid(start.folder)):
+            elif start.writes and (start.begun or _is_open(start.folder)):
                 _write_failed(start.folder, first_error(start.folder / "logs") or line)
 
 
@@ -74,8 +76,8 @@ def _remove(made: Sequence[Path]) -> None:
             path.rmdir() if path.is_dir() else path.unlink()
 
 
-def _unsaid(folder: Path) -> bool:
-    """Whether no start has left how it ended."""
+def _is_open(folder: Path) -> bool:
+    """Whether the run has neither finished nor been stopped, as far as its folder says."""
     with suppress(InputError):
         return read_json(folder / NAME).get("status") not in (FINISHED, STOPPED)
     return True
@@ -95,7 +97,7 @@ def correct(folder: Path, inode: int, line: str) -> None:
     """
     with suppress(OSError, InputError, TrainingError):  # removed, another run's, or the disk full
         theirs = (folder / ".lock").stat().st_ino == inode and (folder / NAME).exists()
-        if theirs and _unsaid(folder):
+        if theirs and _is_open(folder):
             with lock(folder, patience_s=0):
                 _write_failed(folder, line)
 
@@ -110,11 +112,3 @@ def first_error(logs: Path) -> str:
         since = tail(log).split(" INFO output_dir: ")[-1]
         errors += re.findall(r"(?m)^(\S+ \S+) ERROR (error: .*)", since)
     return min(errors)[1] if errors else ""
-
-
-def tail(file: Path) -> str:
-    """The end of a text file; "" if it cannot be read."""
-    with suppress(OSError), file.open("rb") as bytes_:
-        bytes_.seek(max(0, file.stat().st_size - _TAIL_BYTES))
-        return bytes_.read().decode(errors="replace")
-    return ""

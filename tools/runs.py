@@ -27,12 +27,11 @@ from common import run_status
 from common.errors import InputError
 from common.owner import lock, owner_of
 from common.parse import given_path
-from common.reading import bytes_in, read_json
+from common.reading import bytes_in, read_json, tail
 from common.terminal import mebibytes
 from tools.command import Parser, attempt
 
 COLUMNS = ("run", "begun", "status", "steps", "best", "samples/s", "weights", "options")
-KILLED = {"status": "killed"}
 _ENDED = (run_status.FINISHED, run_status.STOPPED, run_status.FAILED)
 
 
@@ -73,16 +72,17 @@ def look(run: Path) -> dict[str, Any]:
         found |= {"status": run_status.RUNNING, "owner": owner}
     elif "weights_sha256" in summary:
         found["status"] = run_status.FINISHED
+    elif end.get("status") in _ENDED:
+        found |= {k: end[k] for k in ("status", "error") if k in end}
     else:
-        known = end.get("status") in _ENDED
-        found |= {k: end[k] for k in ("status", "error") if k in end} if known else KILLED
+        found["status"] = "killed"
     if damaged:
         found["damaged"] = damaged
     return found
 
 
 def _last_step(run: Path) -> Any:
-    for line in reversed(run_status.tail(run / "metrics.jsonl").splitlines()):
+    for line in reversed(tail(run / "metrics.jsonl").splitlines()):
         if found := re.match(r'\{"step": (\d+)', line):
             return int(found[1])
     return None

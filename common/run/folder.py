@@ -76,6 +76,8 @@ class Run:
                 folder, self._lock, made = claim(checked or folder, recipe)
         self.folder: Path
         self.folder, made = broadcast((folder, made))
+        if not self._lock:
+            made = [path for path in made if path.name != ".lock"]  # only rank 0 gives that back
         self.before = (checked and self.options.output_dir) or self.folder
         self.snapshots = self.folder / "snapshots"
         self.logs = self.folder / "logs"

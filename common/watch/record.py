@@ -114,7 +114,7 @@ class Watch:
 
     def _stack_later(self) -> None:
         """Let faulthandler write the stack, unless it is put off in time, which needs the GIL."""
-        faulthandler.dump_traceback_later(2 * self._period_s + 1, file=self._stacks)
+        faulthandler.dump_traceback_later(verdict.silence_s(self._period_s), file=self._stacks)
 
     def end(self, *, keep: bool) -> None:
         """Look no more; remove this rank's files unless `keep`."""

@@ -42,6 +42,11 @@ def path(logs: Path, rank: int) -> Path:
     return logs / f"rank_{rank}.json"
 
 
+def silence_s(period_s: float) -> float:
+    """Time after which a rank that has written nothing, and makes no step, cannot write [s]."""
+    return 2 * period_s + 1
+
+
 def read(logs: Path, rank: int) -> Record:
     """What a rank has written; also `who` it is, and the stack that C wrote (`c_stack`), if any."""
     record: Record = {"host": "an unknown host"}
@@ -61,12 +66,13 @@ def verdict(logs: Path) -> Verdict | None:
     newest_s = max((record.get("written_s", 0) for record in found), default=0)
     for record in found:  # a rank that lives writes once per period as long as it makes no step
         silent_s = newest_s - record.get("written_s", newest_s)
-        if silent_s > 2 * record.get("period_s", math.inf) + 1:
+        if silent_s > silence_s(record.get("period_s", math.inf)):
             record["silent_s"] = silent_s
     waits = {
         rank: calls
         for rank, record in enumerate(found)
-        if (calls := record.get("collectives")) and not record.get("c_stack")  # it is newer
+        # A stack that only C could write is newer than the calls.
+        if (calls := record.get("collectives")) and not record.get("c_stack")
     }
     if not waits:
         return None

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from common import run_status
+from common import owner, run_status
 from common.errors import InputError, TrainingError
 from common.launch.report import show_cause
-from common.owner import lock
 from tests.helpers.commands import Recipe, wait_for
 from tests.helpers.pool import Pool
 from tests.helpers.run_folders import contents, train
@@ -87,6 +86,21 @@ def test_rank_0_tells_the_error_that_it_only_saw(start: Path) -> None:
     assert status(start) == {"status": "failed", "error": "error: rank 1: a bug"}
 
 
+def test_a_refused_start_leaves_another_runs_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "_held", [])
+    with owner.lock(tmp_path) as locked:
+        owner.own(tmp_path, locked)
+        run_status.claimed(tmp_path, [tmp_path / ".lock"], writes=True)
+        (tmp_path / ".lock").rename(tmp_path / "earlier")
+        (tmp_path / ".lock").touch()  # another run's
+        run_status.failed(InputError("no data"), "error: no data")
+        assert (tmp_path / ".lock").exists()
+    run_status._start.clear()
+    os.close(owner._held[0].fd)
+
+
 @pytest.mark.parametrize("held", ["finished", "stopped"])
 def test_a_start_that_fails_before_it_begins_leaves_how_the_run_ended(
     start: Path, held: str
@@ -129,27 +143,27 @@ def test_the_launcher_tells_what_a_killed_rank_cannot(
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    with lock(folder) as locked:
+    with owner.lock(folder) as locked:
         inode = os.fstat(locked.fileno()).st_ino
     if now != "emptied":
         held = {"status": "finished" if now == "finished" else "running"}
         (folder / "status.json").write_text(json.dumps(held))
     if now == "without its lock":
         (folder / ".lock").unlink()
-    before, owner = contents(folder), os.fork() if now == "owned" else -1
-    if owner == 0:
-        with lock(folder):
+    before, other = contents(folder), os.fork() if now == "owned" else -1
+    if other == 0:
+        with owner.lock(folder):
             (tmp_path / "locked").touch()
             signal.pause()
-    if owner > 0:
+    if other > 0:
         wait_for((tmp_path / "locked").exists)
         before = contents(folder)
     try:
         assert killed(folder, inode + (now == "with another lock")) == 1
     finally:
-        if owner > 0:
-            os.kill(owner, signal.SIGKILL)
-            os.waitpid(owner, 0)
+        if other > 0:
+            os.kill(other, signal.SIGKILL)
+            os.waitpid(other, 0)
     said = capsys.readouterr().err.strip().splitlines()[0]
     assert "was killed by SIGKILL" in said
     if now == "as it was":
