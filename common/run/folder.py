@@ -32,7 +32,7 @@ from common.run.curves import Curves
 from common.run.finished import lost_file, preprocessing_sha256
 from common.run.history import History, last_sign
 from common.run.options import MAY_DIFFER_BY_HOST, RunOptions, flatten
-from common.snapshots.snapshot_files import newest_name
+from common.snapshots.snapshot_files import keep_newest, newest_name
 from common.snapshots.state import TrainingState
 from common.terminal import show_table
 from common.training.models import how_to_build
@@ -217,6 +217,7 @@ class Run:
         resolved = {
             "output_dir": str(self.folder),
             "global_batch_size": global_batch_size,
+            "keep_snapshots": self.options.snapshots_on_the_way,
             "device": self.devices[0].type,
             "devices_used": list(map(str, self.devices)),  # a resumed run may use others
             "backend": dist.get_backend(),
@@ -285,8 +286,11 @@ class Run:
                 "--output-dir"
             )
 
-    def finish(self, state_dict: dict[str, Tensor], **summary: Any) -> None:
-        """Write model.pt and summary.json and print the table, on rank 0."""
+    def finish(self, state_dict: dict[str, Tensor], *, all_epochs: bool, **summary: Any) -> None:
+        """Write model.pt and summary.json and print the table, on rank 0.
+
+        After all epochs, not only `--max-steps`, older snapshots are removed.
+        """
         if not self.ranks.is_main:
             return
         weights = {name: value.detach().cpu() for name, value in state_dict.items()}
@@ -303,6 +307,8 @@ class Run:
         }
         write_json(self.folder / "summary.json", content)
         run_status.say(run_status.FINISHED)
+        if all_epochs:  # else more steps may follow
+            keep_newest(self.snapshots, self.options.keep_snapshots or 1)
         self._close_curves()
         self._metrics.close()
         if self._lock:

@@ -239,7 +239,7 @@ class Loop:
         self._speed.pause()
         self.state.metrics_bytes, self.state.metrics_sha256 = self.run.metrics_so_far()
         self.state.history = self.run.history.until_now(by_kind(self.clock.seconds()))
-        self.state.save(self.run.snapshots, self._identity, self.run.options.keep_snapshots)
+        self.state.save(self.run.snapshots, self._identity, self.run.options.snapshots_on_the_way)
         self.clock.turn_to("evaluate")  # if an epoch has ended
 
     def _check_replicas(self) -> None:
@@ -327,7 +327,8 @@ class Loop:
         }
         if best := self.state.best:
             summary["best"] = {k: v for k, v in best.items() if k != "weights"}
-        self.run.finish(state_dict, **(summary | more))
+        all_epochs = self.state.step == self.options.epochs * self.batches.steps_per_epoch
+        self.run.finish(state_dict, all_epochs=all_epochs, **(summary | more))
         self._stop.release()  # only now: a signal shortly before the end lets the run finish
         if signal.getsignal(signal.SIGINT) == self._interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -21,8 +21,8 @@ class RunOptions:
     auto: at the newest intact snapshot in --output-dir. never: at the start."""
     snapshot_every: int = may_change(0)
     """Steps between two snapshots [steps]; 0: none. One more is written after each epoch."""
-    keep_snapshots: int = may_change(3)
-    """Snapshots to keep, the newest ones [files]."""
+    keep_snapshots: int | None = may_change(None)
+    """Snapshots to keep, the newest ones [files]. None: 3, and 1 after all epochs."""
     log_every: int = may_change(10)
     """Steps between two lines of metrics [steps]; the loss is averaged over ranks."""
     profile: int = may_change(0)
@@ -55,6 +55,11 @@ class RunOptions:
     """Threads per rank for an operation on a CPU [threads]; another number gives other bits."""
     timeout_s: float = may_change(600.0)
     """Time after which a rank gives up waiting for the other ranks [s]."""
+
+    @property
+    def snapshots_on_the_way(self) -> int:
+        """How many snapshots a run keeps that goes on [files]."""
+        return self.keep_snapshots or 3
 
     @property
     def determinism(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ for a device that does not come back.
 import argparse
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -49,6 +50,7 @@ from common.run.options import RunOptions
 from common.terminal import progress_bar
 from common.training.ddp import ParallelOptions
 from common.training.optimizer import OptimizerOptions
+from common.watch.clock import STEP
 from common.weights import weights_sha256
 from common.writing import write_json
 from recipes.ddp_launch.train import Config, train
@@ -155,8 +157,13 @@ def damage(folder: Path, dice: random.Random) -> tuple[str, str, Path, bytes]:
     return how, entry.name, file, before
 
 
-def problems(folder: Path, expected_sha: str) -> list[str]:
-    """The faults of a run that has ended with status 0."""
+def summary_of(folder: Path) -> dict[str, Any]:
+    """What a finished run has reached."""
+    return dict(json.loads((folder / "summary.json").read_text()))
+
+
+def problems(folder: Path, expected_sha: str, elapsed_s: float = math.inf) -> list[str]:
+    """The faults of a run that has ended with status 0, at most so long after its first start."""
     lines = read_metrics(folder)
     count = Counter(line["step"] for line in lines if "loss" in line)
     steps = [line["step"] for line in lines if "loss" in line]
@@ -166,7 +173,13 @@ def problems(folder: Path, expected_sha: str) -> list[str]:
         found.append("steps out of order")
     if sum("val_loss" in line for line in lines) != EPOCHS:
         found.append("an epoch lost or repeated")
-    if json.loads((folder / "summary.json").read_text())["weights_sha256"] != expected_sha:
+    summary = summary_of(folder)
+    if spent_s := summary.get("all_starts_s"):
+        whole_s = sum(spent_s.values())
+        goodput = sum(spent_s[kind] for kind in STEP) / whole_s
+        if whole_s > 1.02 * elapsed_s or abs(goodput - summary["goodput"]) > 0.02:
+            found.append(f"of {elapsed_s:.3f} s: {spent_s}, goodput {summary['goodput']}")
+    if summary["weights_sha256"] != expected_sha:
         found.append("other weights in summary.json")
     if weights_sha256(torch.load(folder / "model.pt", weights_only=True)) != expected_sha:
         found.append("other weights in model.pt")
@@ -187,7 +200,7 @@ def play(
     happened: Counter[str] = Counter()
     damaged: set[Path] = set()
     last: tuple[Path, bytes] | None = None
-    most, ended = dice.randint(1, 5), False
+    most, ended, begun_s = dice.randint(1, 5), False, time.time()
     while True:
         processes = start(world_size, folder)
         how = ""
@@ -203,13 +216,14 @@ def play(
         about = f"after {how or 'no interruption'}, damaged {sorted(map(str, damaged))}:\n{told}"
         if codes == {0}:
             try:
-                wrong = problems(folder, expected_sha)
+                wrong = problems(folder, expected_sha, time.time() - begun_s)
             except Exception as error:  # whatever is missing or cannot be read
                 wrong = [repr(error)]
             if wrong:
                 raise RuntimeError(f"{wrong} {about}")
             if ended:
                 return happened
+            happened["runs over several starts"] += "all_starts_s" in summary_of(folder)
             ended = True
         elif codes == {2} and damaged and not how:
             errors = [line for line in told.splitlines() if line.startswith("error:")]
@@ -301,7 +315,7 @@ def soak_restarts(rounds: int, seed: int, folder: Path) -> dict[str, Any]:
     for world_size in DEVICES:
         start_s, whole = time.monotonic(), folder / f"whole{world_size}"
         assert wait(start(world_size, whole, DEVICES[0]), PATIENCE_S)
-        hashes.add(json.loads((whole / "summary.json").read_text())["weights_sha256"])
+        hashes.add(summary_of(whole)["weights_sha256"])
     usual_s = time.monotonic() - start_s
     assert len(hashes) == 1, "one hash on any number of processes"
     dice, happened, wrong = random.Random(seed), Counter[str](), []
@@ -331,8 +345,7 @@ def soak(rounds: int, seed: int, folder: Path) -> dict[str, Any]:
         processes = start(world_size, folder / f"whole{world_size}")
         assert wait(processes, PATIENCE_S)
         usual_s = max(usual_s, time.monotonic() - start_s)
-        summary = json.loads((folder / f"whole{world_size}" / "summary.json").read_text())
-        expected[world_size] = summary["weights_sha256"]
+        expected[world_size] = summary_of(folder / f"whole{world_size}")["weights_sha256"]
     dice, happened, wrong = random.Random(seed), Counter[str](), []
     with progress_bar(rounds, unit="round") as bar:
         for number in range(rounds):

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ FILES = (
     "class_indices.json",
     "metrics.jsonl",
     "summary.json",
+    "status.json",
     "model.pt",
     "snapshots",
     "logs",
@@ -33,18 +35,24 @@ def test_what_is_lost_or_repeated_is_noticed(tmp_path: Path) -> None:
     for name in ("config.json", "manifest.json", "class_indices.json"):
         (tmp_path / name).write_text("{}")
 
-    def run(steps: list[int], epochs: int = EPOCHS) -> list[str]:
+    def run(steps: list[int], epochs: int = EPOCHS, **summary: Any) -> list[str]:
         lines = [json.dumps({"step": step, "loss": 1.0}) for step in steps]
         lines += [json.dumps({"step": STEPS, "val_loss": 1.0})] * epochs
         (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-        (tmp_path / "summary.json").write_text(json.dumps({"weights_sha256": sha}))
-        return problems(tmp_path, sha)
+        content = {"weights_sha256": sha, **summary}
+        (tmp_path / "summary.json").write_text(json.dumps(content))
+        return problems(tmp_path, sha, 10.0)
 
     steps = list(range(1, STEPS + 1))
     assert run(steps) == []
     assert run(steps[:5] + steps[6:]) == ["step 6 lost"]
     assert run([*steps[:5], *steps[4:]]) == ["step 5 repeated"]
     assert run(steps, epochs=1) == ["an epoch lost or repeated"]
+    spent_s = {"data": 1.0, "compute": 2.0, "communication": 1.0, "again": 5.0}
+    for goodput, again_s, right in ((4 / 9, 5.0, True), (0.5, 5.0, False), (4 / 14, 10.0, False)):
+        times: dict[str, Any] = {"goodput": goodput}
+        times["all_starts_s"] = {**spent_s, "again": again_s}
+        assert (run(steps, **times) == []) is right
     assert run([2, 1, *steps[2:]]) == ["steps out of order"]
     assert problems(tmp_path, "b")[1:] == [
         "other weights in summary.json",
@@ -80,3 +88,4 @@ def test_fifty_rounds(recipe: Recipe) -> None:
     for name in FILES:
         assert any(f"{name} {how}" in happened for how in ("deleted", "cut", "garbled")), name
     assert happened["put back"], "some damage is refused"
+    assert happened["runs over several starts"] >= 5, "their times add up"

@@ -12,7 +12,10 @@ from common.run.options import flatten
 from common.weights import save_weights, weights_sha256
 from tests.helpers.pool import Pool, call_main
 
-SHORT = ("--nproc", "1", "--epochs", "2", "--snapshot-every", "7", "--log-every", "1")
+SHORT = (
+    *("--nproc", "1", "--epochs", "2", "--snapshot-every", "7", "--log-every", "1"),
+    *("--keep-snapshots", "3"),
+)
 """28 steps of which each is logged, with a snapshot in the middle of each epoch."""
 
 
