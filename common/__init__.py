@@ -54,6 +54,7 @@ Where to change what. Each room and file imports only from those below it; a tes
       process_group     joined by all ranks
       rendezvous        how the ranks find each other, or hear why they cannot
       stop              all ranks stop after the same step
+      clocks            how far the clocks of two hosts are apart
       collectives       what ranks tell each other besides gradients
       devices           which GPU or CPU; gloo or nccl
       host              CPU cores and limits of this process

@@ -55,6 +55,14 @@ def say(status: str) -> None:
         _start.clear()
 
 
+def stopped_early() -> None:
+    """This rank is told to stop before its first step, perhaps before its start begins the run."""
+    with suppress(OSError, InputError, TrainingError):  # as below
+        for start in list(_start):
+            if start.begun or not (start.folder / NAME).exists():
+                say(STOPPED)
+
+
 def failed(error: Exception, line: str) -> None:
     """This rank ends with an error, shown as `line`.
 

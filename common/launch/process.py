@@ -15,7 +15,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, NoReturn
 
-from common import ROOT
+from common import ROOT, run_status
 from common.errors import (
     STATUS_FAILED,
     STATUS_FINISHED,
@@ -74,6 +74,7 @@ def _leave(_number: int, _frame: object) -> None:
     if mark := os.environ.get("RECIPES_STOP_MARK"):
         with contextlib.suppress(OSError):
             Path(mark).touch()
+    run_status.stopped_early()
     end_work()
     os._exit(STATUS_STOPPED)
 

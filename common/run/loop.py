@@ -143,7 +143,8 @@ class Loop:
         run, begun, per_epoch = self.run, self.state.step + 1, self.batches.steps_per_epoch
         end_of_epoch = -(-(begun + SETTLE) // per_epoch) * per_epoch
         steps = begun, min(end_of_epoch, self.last_step)
-        self._profile = Profile(run.options.profile, steps, self.clock, run.folder, run.ranks.rank)
+        parts = self.state.parts
+        self._profile = Profile(run.options.profile, steps, self.clock, run.folder, parts)
         first, end = self.state.epoch, -(-self.last_step // self.batches.steps_per_epoch)
         return range(first, max(end, first + 1))  # perhaps only the last evaluation is missing
 

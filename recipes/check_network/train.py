@@ -10,8 +10,7 @@ after a change of its network, or to find the slow node. It does not measure tra
 
 The default takes about 5 s on 2 CPU cores.
 
-Source: NCCL tests, "Performance reported by NCCL tests" (algorithm and bus bandwidth); Mills 1991,
-"Internet Time Synchronization: the Network Time Protocol" (the offset of two clocks).
+Source: NCCL tests, "Performance reported by NCCL tests" (algorithm and bus bandwidth).
 """
 
 import os
@@ -34,6 +33,7 @@ import torch.distributed as dist
 
 from common import cli, log
 from common.errors import PeerError, TrainingError
+from common.group.clocks import clock_offset_s
 from common.group.collectives import agreed, broadcast, gather
 from common.group.devices import choose_device, synchronize
 from common.group.interfaces import interface_towards
@@ -129,28 +129,6 @@ def link_speed(peer: int, options: CheckOptions, device: torch.device) -> float:
 
     seconds = median_s(there_and_back, options.rounds, device)
     return 2 * tensor.nbytes / broadcast(seconds)
-
-
-def clock_offset_s(peer: int) -> tuple[float, float]:
-    """How far the clock of `peer` is ahead of rank 0's, and the bound of the error [s].
-
-    The bound is half the round trip, so the quickest of several exchanges counts.
-    """
-    rank, clock = dist.get_rank(), torch.zeros(1, dtype=torch.float64)
-    best = (0.0, float("inf"))
-    for _ in range(20):
-        if rank == 0:
-            sent_s = time.time()
-            dist.send(clock, peer)
-            dist.recv(clock, peer)
-            back_s = time.time()
-            offset_s, bound_s = clock.item() - (sent_s + back_s) / 2, (back_s - sent_s) / 2
-            best = min(best, (offset_s, bound_s), key=lambda found: found[1])
-        elif rank == peer:
-            dist.recv(clock, 0)
-            clock.fill_(time.time())
-            dist.send(clock, 0)
-    return broadcast(best)
 
 
 def train(config: Config, ranks: Ranks) -> None:

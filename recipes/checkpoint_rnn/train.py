@@ -116,6 +116,7 @@ def train(config: Config, ranks: Ranks) -> None:
         batches = GlobalBatches(len(data.train), batch_size, seed, 0, 1)
         held_out = fixed_batches(len(data.val), batch_size, 0, 1)
         loader = DeviceBatches(make_loader(data.train, batches), device, dtype)
+        loader.on_batch = run.clock.end_load  # what came before it was waiting for data
         val_loader = DeviceBatches(make_loader(data.val, held_out), device, dtype)
 
         # model

@@ -4,6 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+from common.profile import arrange, memory_in_words
 from tests.helpers.commands import Recipe
 from tests.helpers.pool import Pool
 from tests.helpers.training import training
@@ -11,9 +15,26 @@ from tests.helpers.training import training
 STEPS = 3
 
 
+def overlapping(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Ranges of which one begins within the other and ends after it: Perfetto drops the second."""
+    found, around = [], dict[tuple[Any, Any], list[dict[str, Any]]]()
+    whole = [event for event in events if event["ph"] == "X"]
+    for event in sorted(whole, key=lambda event: (event["ts"], -event["dur"])):
+        outer = around.setdefault((event["pid"], event["tid"]), [])
+        while outer and outer[-1]["ts"] + outer[-1]["dur"] <= event["ts"]:
+            outer.pop()
+        if outer and outer[-1]["ts"] + outer[-1]["dur"] < event["ts"] + event["dur"]:
+            found.append((outer[-1]["name"], event["name"]))
+        outer.append(event)
+    return found
+
+
 def ranges(trace: Path) -> dict[str, list[dict[str, Any]]]:
     """The phases of each recorded step, in their order, and the step itself before them."""
     events = json.loads(trace.read_text())["traceEvents"]
+    assert overlapping(events) == []
+    (rank,) = [event["args"]["name"] for event in events if event["name"] == "process_name"][:1]
+    assert f"{rank}.json" == trace.name.replace("_", " ")
     named = [event for event in events if event.get("cat") == "user_annotation"]
     named.sort(key=lambda event: (event["ts"], -event["dur"]))
     found: dict[str, list[dict[str, Any]]] = {}
@@ -49,6 +70,7 @@ def test_each_rank_leaves_its_phases_and_the_bits_stay(pool: Pool, tmp_path: Pat
     for rank in (0, 1):
         table = (profiled.folder / "profile" / f"rank_{rank}.txt").read_text()
         assert "aten::convolution_backward" in table
+        assert "memory at most: model 0.2, optimizer 0.2, gradients, activations" in table
 
 
 def test_a_run_that_ends_earlier_leaves_what_it_recorded(recipe: Recipe) -> None:
@@ -65,3 +87,38 @@ def test_a_run_shorter_than_its_beginning_says_that_nothing_was_recorded(recipe:
     result = recipe("model_parallel_toy", "--max-steps", "2", "--profile", "1").assert_ok()
     assert "--profile: the run made no step to record" in result.stdout
     assert not (result.folder / "profile").exists()
+
+
+def test_ranks_of_several_hosts_share_a_clock_and_no_process() -> None:
+    found = []
+    for host, ahead_s in ((0, 0.0), (1, 5.0)):
+        event = {"name": "aten::add", "ph": "X", "pid": 7, "tid": 7, "ts": 1e6 * (20 + ahead_s)}
+        arrange([event], rank=host, host=host, ahead_s=ahead_s)
+        found.append(event)
+    assert [event["ts"] for event in found] == [20e6, 20e6]
+    assert found[0]["pid"] == 7
+    assert found[0]["pid"] != found[1]["pid"]
+    assert found[0]["tid"] != found[1]["tid"]
+
+
+def test_memory_by_kind() -> None:
+    model = nn.Linear(1024, 1024)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    mib = 2**20
+    totals = [(10, 10), (15, 5), (12, -3), (13, 1)]  # bytes allocated in all, and by this event
+    events: list[dict[str, Any]] = [
+        {
+            "name": "[memory]",
+            "args": {"Device Type": 0, "Total Allocated": total * mib, "Bytes": by * mib},
+        }
+        for total, by in totals
+    ]
+    says = memory_in_words({"model": model, "optimizer": optimizer}, events)
+    assert says == (
+        "memory at most: model 4.0, optimizer 4.0, "
+        "gradients, activations and the rest on the CPU 15.0 MiB"
+    )
+    events[0]["args"]["Bytes"] = 1 * mib
+    assert "the rest on the CPU 6.0 MiB" in memory_in_words({"model": model}, events)

@@ -110,6 +110,17 @@ def test_a_start_that_fails_before_it_begins_leaves_how_the_run_ended(
     assert status(start) == {"status": held}
 
 
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("held", ["", "finished", "failed"])
+def test_a_stop_before_the_first_step(start: Path, held: str, begun: bool) -> None:
+    if held:
+        (start / "status.json").write_text(json.dumps({"status": held}))
+    if begun:
+        run_status.begun()
+    run_status.stopped_early()
+    assert status(start)["status"] == (held if held and not begun else "stopped")
+
+
 def test_a_start_of_a_new_run_that_fails_before_it_begins_says_so(start: Path) -> None:
     run_status.failed(TrainingError("no data"), "error: no data")
     assert status(start) == {"status": "failed", "error": "error: no data"}

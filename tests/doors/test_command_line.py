@@ -503,6 +503,8 @@ def test_a_request_to_stop_ends_the_check_of_images(recipe: Recipe) -> None:
     stopped = recipe.finish(process, recipe.tmp_path / "run")
     assert (stopped.status, stopped.errors) == (75, []), stopped.stderr
     assert len(seen.read_text()) < len(list(photos.rglob("*.*"))), "some were not checked"
+    status = json.loads((stopped.folder / "status.json").read_text())
+    assert status == {"status": "stopped"}, "though it made no step"
 
 
 @pytest.mark.slow
