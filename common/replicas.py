@@ -83,7 +83,7 @@ def audit(shards: Any, autocast: torch.autocast) -> str:
     shards.seen = {}
     with shards.tree.waiting():
         sent = _votes(seen["sent"][parameter] for parameter in shards.trained.values())
-        votes = [(owner, sent[owner]), *enumerate(_votes(map(fingerprint, again)))]
+        votes = [(owner, sent[owner]), *enumerate(_votes(again))]
     names = [f"{name.removeprefix('_orig_mod.')}'s gradient" for name in shards.trained]
     what = f"differs when all ranks compute rank {owner}'s part of step {step} again"
     return _verdict(what, names, votes)

@@ -1,6 +1,6 @@
 # What train.sbatch and torchrun.sbatch share; read by them, not run. Sets run, job, tasks_per_node,
-# gpus_per_node, in_container and in_container_srun, refuses what cannot work, and has run_step and
-# conclude.
+# tasks, gpus_per_node, in_container and in_container_srun, refuses what cannot work, and has
+# run_step and conclude.
 #
 # Variables of yours (sbatch passes the environment on):
 #   RECIPES_ROOT  this repository, for copies of the sbatch files elsewhere
@@ -93,6 +93,23 @@ one_process() { # whether one process may drive several GPUs
     grep -qE '^LAUNCHED = "(one|stages)"' "$root/recipes/$recipe/__init__.py"
 }
 
+# A job that asks for GPUs and for no tasks gets a rank per GPU. With --ntasks-per-node, Slurm 22.05
+# gives a job of --nodes=1-4 two nodes at most, however many are free.
+tasks=()
+if [[ -z ${SLURM_NTASKS:-} ]]; then
+    tasks_per_node=1 # Slurm's figure is of cores
+    if ((gpus_per_node > 1)) && ! one_process; then
+        tasks_per_node=$gpus_per_node
+        tasks=(--ntasks="$((tasks_per_node * SLURM_NNODES))" --ntasks-per-node="$tasks_per_node")
+    fi
+fi
+
+refuse_too_few_cores() { # RANKS_A_NODE
+    ((SLURM_CPUS_ON_NODE >= $1)) ||
+        fail "$1 ranks per node, but the job has only $SLURM_CPUS_ON_NODE cores on $SLURMD_NODENAME (and memory" \
+            "to match, if the site limits it): give --ntasks-per-node=$1, or --cpus-per-gpu"
+}
+
 refuse_idle_or_shared_gpus() { # RANKS_A_NODE
     [[ " ${options[*]} " != *" --device"[=\ ]"cpu "* ]] || return 0
     if ((gpus_per_node && gpus_per_node != $1)) && ! { (($1 < gpus_per_node)) && one_process; }; then
@@ -133,10 +150,13 @@ no_progress() {
 if ((${SLURM_RESTART_COUNT:-0})); then
     stuck && no_progress # Slurm itself requeues for ever, where a node fails
     newest_snapshot >>"$run/slurm_restarts.txt"
-    echo "restart $SLURM_RESTART_COUNT of job $job, from $(from "$(newest_snapshot)")"
+    begins="restart $SLURM_RESTART_COUNT of job $job"
 else
     : >"$run/slurm_restarts.txt"
+    begins="job $job begins"
 fi
+# A job of --nodes=1-4 may get others at each start.
+echo "$begins on $SLURM_JOB_NODELIST, from $(from "$(newest_snapshot)")"
 
 run_step() { # COMMAND, whose status it returns
     local status last

@@ -27,6 +27,7 @@ def rank_loaders(
     device: torch.device,
     dtype: torch.dtype,
     folder: Path,
+    shards: int = 0,
 ) -> tuple[GlobalBatches, DeviceBatches, DeviceBatches]:
     """This rank's keys of the training data, its training batches and its validation batches.
 
@@ -35,12 +36,13 @@ def rank_loaders(
     Args:
         share: number of this rank's share of each batch, and of shares.
         folder: the run's; `--num-workers auto` keeps there what it measured.
+        shards: virtual ranks; 0: none.
 
     Raises:
         InputError: world_size does not divide the batch, the batch is larger than the data, or
             /dev/shm is too small for the loading processes that the user asked for.
     """
-    batches = GlobalBatches(len(data.train), global_batch_size, seed, *share)
+    batches = GlobalBatches(len(data.train), global_batch_size, seed, *share, shards)
     held_out = fixed_batches(len(data.val), eval_batch_size(len(data.val)), *share)
     if not options.pin_memory and device.type == "cpu":
         log.warning("--no-pin-memory has no effect on a CPU")

@@ -89,25 +89,56 @@ class Samples(Dataset[Any]):
         return drawn
 
 
+def shards_of(rank: int, world_size: int, shards: int) -> range:
+    """The shards of each batch that a rank computes: as many as any other rank, or one more.
+
+    Rank 0, which also logs and saves, never has the one more.
+    """
+    return range(rank * shards // world_size, (rank + 1) * shards // world_size)
+
+
+def whole_share(world_size: int, shards: int) -> int:
+    """The largest power of two of shards that every rank has."""
+    return int(2 ** ((shards // world_size).bit_length() - 1))
+
+
 class GlobalBatches:
     """This rank's share of each global batch: lists of keys, from any batch of any epoch on.
 
     Global batch b of an epoch is entries b·B to (b+1)·B of one permutation drawn from (seed,
-    epoch); rank r takes the r-th of its world_size equal slices. The last samples, which do not
-    fill a batch, are left out of that epoch. torch's DistributedSampler makes the same promise, but
-    it cannot start in the middle of an epoch.
+    epoch); rank r takes the r-th of its world_size equal slices, or as many of the equal slices
+    that virtual ranks make as `shards_of` says. The last samples, which do not fill a batch, are
+    left out of that epoch. torch's DistributedSampler makes the same promise, but it cannot start
+    in the middle of an epoch.
+
+    Args:
+        samples: of the training data.
+        global_batch_size: B.
+        seed: of the order.
+        rank, world_size: number of this rank's share, and of shares.
+        shards: virtual ranks; 0: none.
 
     Raises:
-        InputError: world_size does not divide the batch, or the batch is larger than the data.
+        InputError: world_size or the virtual ranks do not divide the batch, or it is larger than
+            the data.
     """
 
     def __init__(
-        self, samples: int, global_batch_size: int, seed: int, rank: int, world_size: int
+        self,
+        samples: int,
+        global_batch_size: int,
+        seed: int,
+        rank: int,
+        world_size: int,
+        shards: int = 0,
     ) -> None:
-        most = samples - samples % world_size  # the largest batch that can work
+        most = samples - samples % max(shards, world_size)  # the largest batch that can work
         if not most:
+            parts = (
+                f"--virtual-ranks {shards}" if shards > world_size else f"{world_size} processes"
+            )
             raise InputError(
-                f"{samples} samples of training data are too few for {world_size} processes: each "
+                f"{samples} samples of training data are too few for {parts}: each "
                 "needs one sample per step: start fewer processes"
             )
         if global_batch_size > samples:
@@ -115,13 +146,26 @@ class GlobalBatches:
                 f"--global-batch-size {global_batch_size} is more than the {samples} samples of "
                 f"the training data: give --global-batch-size {most} or less"
             )
-        if global_batch_size % world_size:
+        if shards and global_batch_size % shards:
+            raise InputError(
+                f"--virtual-ranks {shards} does not divide the global batch of "
+                f"{global_batch_size}: {multiples_near(global_batch_size, shards)} samples would do"
+            )
+        if shards < world_size and global_batch_size % world_size:
             raise InputError(
                 f"--global-batch-size {global_batch_size} cannot be divided by {world_size} "
                 f"processes: give {multiples_near(global_batch_size, world_size, most)}"
             )
         self.samples, self.global_batch_size, self.seed = samples, global_batch_size, seed
-        self.rank, self.batch_size_per_rank = rank, global_batch_size // world_size
+        self.shards = shards = max(shards, world_size)
+        size = global_batch_size // shards
+        self.sizes = [size * len(shards_of(r, world_size, shards)) for r in range(world_size)]
+        """Samples of each rank's share."""
+        self.batch_size_per_rank, self.even = self.sizes[rank], len({*self.sizes}) == 1
+        self.loss_divisor = size * whole_share(world_size, shards)
+        """A rank divides the sum of its losses by it; the mean over ranks is then the batch's mean.
+        Where ranks have unequal shares, virtual ranks correct it: only a power of two is exact."""
+        self._begin = sum(self.sizes[:rank])
         self.steps_per_epoch = samples // global_batch_size
         self.set_epoch(0)
 
@@ -145,7 +189,7 @@ class GlobalBatches:
         generator = torch.Generator().manual_seed(mix(self.seed, self.epoch))
         order = torch.randperm(self.samples, generator=generator).tolist()
         for batch in range(self.first_batch, self.last_batch):
-            start = batch * self.global_batch_size + self.rank * self.batch_size_per_rank
+            start = batch * self.global_batch_size + self._begin
             yield [(self.epoch, index) for index in order[start : start + self.batch_size_per_rank]]
 
 

@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -97,7 +98,8 @@ class Loop:
         """
         run, seed = self.run, self.run.options.seed
         loss_sum = torch.zeros((), dtype=torch.float64, device=run.devices[0])
-        self.state = state = TrainingState(parts, loss_sum, self._mesh)
+        sizes = () if self.batches.even else self.batches.sizes
+        self.state = state = TrainingState(parts, loss_sum, self._mesh, sizes)
         run.refuse_another_run()
         where = run.options.resume
         if where == "never" and restart.reached().step:  # the run began, as it should
@@ -177,7 +179,7 @@ class Loop:
         self._profile.after(self.state.step + 1)
         run, state, lr = self.run, self.state, self.lr
         begun = self._resumed_from or 0
-        refuse_other_losses(losses, self.batches.batch_size_per_rank)
+        refuse_other_losses(losses, self.batches.batch_size_per_rank, even=self.batches.even)
         if state.step == begun:
             warn_of_means(losses)
         losses = losses.detach()
@@ -196,7 +198,7 @@ class Loop:
             of_step, of_epoch, compute_s, spent_s = self._gather(losses)
             both = torch.cat([of_step, of_epoch], dim=1)
             snapshot.refuse_non_finite(both, state.step, run.snapshots)
-            loss, mean_loss = (part.flatten().mean().item() for part in (of_step, of_epoch))
+            loss, mean_loss = (self._of_batch(part).mean().item() for part in (of_step, of_epoch))
             self._progress.set_postfix_str(f"loss {loss:.4f}, mean {mean_loss:.4f}", refresh=False)
             speed, since_s = self._speed.measured(), spent_s - self._spent_s
             self._spent_s, since_s[:, 0] = spent_s, 0  # without the start
@@ -220,9 +222,21 @@ class Loop:
         """All ranks' losses of this step, means over the epoch, and times, in one message."""
         spent_s = self.clock.seconds()  # waits for a GPU, so that halves() has its last steps
         means = self.state.loss_sum / self.state.batch
-        parts = [losses, means, self.compute.halves(), spent_s]
+        parts = [*map(self._padded, (losses, means)), self.compute.halves(), spent_s]
         own = [part.double().flatten().cpu() for part in parts]
         return torch.split(gather_numbers(torch.cat(own)), [len(part) for part in own], dim=1)
+
+    def _padded(self, losses: Tensor) -> Tensor:
+        """A rank's losses in as many numbers as any rank has."""
+        if self.batches.even:
+            return losses
+        return F.pad(losses, (0, max(self.batches.sizes) - len(losses)))
+
+    def _of_batch(self, losses: Tensor) -> Tensor:
+        """All ranks' losses, padded (world_size, any number), in the batch's order (samples,)."""
+        if self.batches.even:
+            return losses.flatten()
+        return torch.cat([own[:n] for own, n in zip(losses, self.batches.sizes, strict=True)])
 
     def _show_slow_ranks(self, compute_s: Tensor, samples_per_s: float = 0.0) -> None:
         step_s = self.batches.global_batch_size / (samples_per_s or 1)
@@ -274,9 +288,9 @@ class Loop:
         means = torch.tensor([[*result.means.values()]])
         broken = ", ".join(f"val_{name}" for name in result.not_finite)
         snapshot.refuse_non_finite(means, state.step, run.snapshots, broken)
-        losses = gather_numbers(state.loss_sum / state.batch)
+        losses = self._of_batch(gather_numbers(self._padded(state.loss_sum / state.batch)))
         before, self._result = self._metrics, result
-        self._metrics = {"train_loss": losses.flatten().mean().item()}
+        self._metrics = {"train_loss": losses.mean().item()}
         self._metrics |= {f"val_{name}": mean for name, mean in result.means.items()}
         run.metrics(state.step, state.epoch, **self._metrics)
         found = ", ".join(f"{name} {value:.4f}" for name, value in self._metrics.items())

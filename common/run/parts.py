@@ -19,6 +19,7 @@ def make_loaders(
     dtype: torch.dtype,
     *,
     share: tuple[int, int] | None = None,
+    shards: int = 0,
     device: torch.device | None = None,
 ) -> tuple[GlobalBatches, DeviceBatches, DeviceBatches]:
     """This rank's keys of the training data, its training batches and its validation batches.
@@ -32,6 +33,7 @@ def make_loaders(
         batch_size: of all ranks together.
         dtype: of the batches' floating-point numbers.
         share: number of this rank's share of each batch, and of shares. None: one per rank.
+        shards: virtual ranks, which may be divided unevenly between the shares; 0: none.
         device: where the batches come. None: the run's first device.
 
     Raises:
@@ -40,7 +42,7 @@ def make_loaders(
     share = share or run.ranks.share
     device = device or run.devices[0]
     seed, folder = run.options.seed, run.folder
-    loaders = rank_loaders(data, options, batch_size, seed, share, device, dtype, folder)
+    loaders = rank_loaders(data, options, batch_size, seed, share, device, dtype, folder, shards)
     loaders[1].on_batch = run.clock.end_load
     run.resolve(num_workers=loaders[1].num_workers)
     return loaders

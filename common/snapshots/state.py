@@ -5,7 +5,7 @@ or on every rank if each one has a part of the state.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -55,6 +55,8 @@ class TrainingState:
     mesh: DeviceMesh | None = None
     """Of all ranks, if each one has a part of the state (a pipeline's stage, shards of tensors) and
     writes its own file. None: all ranks have the same state, and rank 0 writes it."""
+    sizes: Sequence[int] = ()
+    """Losses of each rank in a batch, if some ranks have more samples than others."""
     epoch: int = 0
     batch: int = 0
     """Batches of the epoch that are done."""
@@ -93,7 +95,7 @@ class TrainingState:
         if self.saved_step == self.step:
             return
         self.wait()
-        losses = gather_numbers(self.loss_sum)
+        losses = gather_numbers(self.loss_sum.sum() if self.sizes else self.loss_sum)
         refuse_non_finite(losses, self.step, folder)
         mine: dict[str, Any] = {"rng": rng_state(), "loss_sum": self.loss_sum.reshape(-1)}
         parts: dict[str, Any] = {}
@@ -188,7 +190,11 @@ class TrainingState:
             if len(ranks) != found["world_size"]:
                 raise ValueError(f"it is of {len(ranks)} ranks")
             parts = found["parts"]
-            losses = torch.cat([entry["loss_sum"] for entry in ranks]).chunk(world_size)[rank]
+            losses = torch.cat([entry["loss_sum"] for entry in ranks])
+            if self.sizes and len(losses) == sum(self.sizes):
+                losses = losses.split(list(self.sizes))[rank]
+            else:
+                losses = losses.mean() if self.sizes else losses.chunk(world_size)[rank]
             mine = ranks[rank % len(ranks)]
         if unlike_ours := parts.keys() ^ self.parts.keys():
             raise ValueError(f"other parts: {', '.join(sorted(unlike_ours))}")

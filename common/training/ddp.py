@@ -32,7 +32,7 @@ class ParallelOptions:
     (untried on a GPU)."""
     virtual_ranks: int = 0
     """Shards of each global batch, a power of two. 0: one shard per process.
-    1, 2, 4 ... processes, up to this number, give the same bits."""
+    Any number of processes, up to this number, gives the same bits."""
     accumulate: int = 1
     """Micro-batches per rank and step, to save memory [micro-batches].
     Gradients are sent once per step. BatchNorm sees one micro-batch at a time."""
@@ -78,8 +78,10 @@ class ParallelOptions:
         Raises:
             InputError: as `ScheduleOptions.fit`.
         """
-        parts = max(self.accumulate, self.virtual_ranks // world_size)
-        return options.fit(samples, world_size, parts)
+        shards = self.virtual_ranks
+        if shards % world_size and not options.batch_size_per_rank:
+            return options.fit(samples, shards)
+        return options.fit(samples, world_size, max(self.accumulate, shards // world_size))
 
     def micro_batch_size(self, batch_size_per_rank: int) -> int:
         """Samples that a rank computes at once.

@@ -15,13 +15,20 @@ def refuse_targets_of_another_shape() -> None:
     warnings.filterwarnings("error", message="Using a target size")
 
 
-def refuse_other_losses(losses: Tensor, batch_size: int) -> None:
+def refuse_other_losses(losses: Tensor, batch_size: int, *, even: bool = True) -> None:
     """Raise TrainingError unless there is one loss per sample of a rank's batch, or their mean.
 
     Args:
         losses: (samples,) or (samples, 1); or their mean, of no dimension.
         batch_size: samples of the rank's batch.
+        even: whether all ranks have as many.
     """
+    if losses.dim() == 0 and not even:
+        raise TrainingError(
+            "the loop got the mean of a rank's losses, but with --virtual-ranks the ranks have "
+            "unequal numbers of samples: give it one loss per sample, and divide their sum by "
+            f"batches.loss_divisor ({_PAGE})"
+        )
     if losses.dim() == 0 or losses.numel() == batch_size == 1:
         return
     if not len(losses) == losses.numel() == batch_size:

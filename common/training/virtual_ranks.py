@@ -1,8 +1,8 @@
 """Virtual ranks: the same bits on any number of processes.
 
-The global batch is cut into V shards, and each process computes V / world_size of them, one after
-another. Every shard has its own random numbers and BatchNorm statistics, so its gradient has the
-same bits on any process. All gradients are added along one binary tree over the shards:
+The global batch is cut into V shards. Each process computes as many as the others, or one more, one
+after another. Every shard has its own random numbers and BatchNorm statistics, so its gradient has
+the same bits on any process. All gradients are added along one binary tree over the shards:
 
     shards         0   1   2   3          Each process adds its own shards. Then rank r exchanges
                     \\ /     \\ /          sums with rank r ^ 1, with rank r ^ 2 and so on. Both
@@ -10,8 +10,9 @@ same bits on any process. All gradients are added along one binary tree over the
                       \\     /            a + b = b + a.
                       sum of all
 
-V and world_size are powers of two, so the tree is the same on any number of processes, and dividing
-by V is exact.
+V is a power of two, so dividing by V is exact. If world_size does not divide V, the two ranks that
+have the first shards of two neighbouring subtrees exchange their sums, and in the end rank 0, which
+then has the whole sum, sends it to all.
 
 Source: Li et al. 2022, "EasyScale" (arXiv 2208.14228), for schedulers; recursive doubling: Thakur
 et al. 2005, "Optimization of Collective Communication Operations in MPICH", section 4.
@@ -32,7 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from common import log
-from common.errors import InputError, multiples_near
+from common.data.stream import shards_of, whole_share
+from common.errors import InputError
 from common.group.process_group import gloo_does_not_disturb
 from common.replicas import fingerprint
 from common.seeds import rng_state, seed_torch, set_rng_state
@@ -42,42 +44,41 @@ from common.training.ddp import chunks
 def use_virtual_ranks(
     ddp: DistributedDataParallel,
     virtual_ranks: int,
-    global_batch_size: int,
     timeout_s: float,
     audit_every: int = 0,
 ) -> None:
     """Make `ddp` compute shards and add them along the tree. Call `seed_shards` before each step.
 
-    The output is still that of this rank's slice, and the loss is its mean. Gradients and
-    buffers have the same bits on 1, 2, 4 ... `virtual_ranks` processes.
+    The output is still that of this rank's slice; the loss is the sum over its samples, divided by
+    `GlobalBatches.loss_divisor` (where all shares are equal, that is the mean). Gradients and
+    buffers have the same bits on 1, 2, 3 ... `virtual_ranks` processes.
 
     Args:
         ddp: before its first forward pass.
         virtual_ranks: V, the number of shards.
-        global_batch_size: samples over all ranks.
         timeout_s: how long a rank waits for another rank.
         audit_every: steps between two steps that `replicas.audit` can look at, or 0.
 
     Raises:
-        InputError: world_size does not divide V, or V does not divide the batch.
+        InputError: there are more processes than shards.
     """
     world_size = dist.get_world_size()
-    if virtual_ranks % world_size:
-        below = min(virtual_ranks, 2 ** (world_size.bit_length() - 1))
-        processes = " or ".join(str(n) for n in (below, 2 * below) if n <= virtual_ranks)
+    if world_size > virtual_ranks:
         raise InputError(
-            f"--virtual-ranks {virtual_ranks} cannot be divided by {world_size} processes: "
-            f"start {processes}"
+            f"--virtual-ranks {virtual_ranks} is less than {world_size} processes: start "
+            f"{virtual_ranks} or fewer"
         )
-    if global_batch_size % virtual_ranks:
-        sizes = multiples_near(global_batch_size, virtual_ranks)
-        raise InputError(
-            f"--virtual-ranks {virtual_ranks} does not divide the global batch of "
-            f"{global_batch_size}: {sizes} samples would do"
+    if virtual_ranks % world_size:
+        most = -(-virtual_ranks // world_size)
+        idle = 1 - virtual_ranks / (world_size * most)
+        log.info(
+            f"--virtual-ranks {virtual_ranks} on {world_size} processes: {most - 1} or {most} "
+            f"shards each; while gradients are computed, {idle:.0%} of the processes' time is idle"
         )
     if not torch.are_deterministic_algorithms_enabled():
         log.warning("--virtual-ranks gives the same bits on GPUs only with --deterministic")
-    tree = Tree(virtual_ranks, timedelta(seconds=timeout_s))
+    kind = UnevenTree if virtual_ranks % world_size else Tree
+    tree = kind(virtual_ranks, timedelta(seconds=timeout_s))
     ddp.module = _Shards(ddp.module, tree, audit_every)
     ddp.broadcast_buffers = False  # the tree gives every rank the same buffers
     ddp.register_comm_hook(tree, Tree.average_bucket)
@@ -88,38 +89,73 @@ def seed_shards(ddp: DistributedDataParallel, seed: int, step: int) -> None:
     ddp.module.seeds = (seed, step)
 
 
+def subtrees(leaves: range) -> list[range]:
+    """The largest whole subtrees that make up neighbouring leaves, in their order."""
+    found, start = [], leaves.start
+    while start < leaves.stop:
+        size = 1
+        while start % (2 * size) == 0 and start + 2 * size <= leaves.stop:
+            size *= 2
+        found.append(range(start, start + size))
+        start += size
+    return found
+
+
+def add(terms: Sequence[Tensor], leaves: range) -> list[Tensor]:
+    """The sum of each whole subtree of neighbouring leaves: pairs of neighbours, level by level.
+
+    Args:
+        terms: one of each leaf.
+        leaves: their numbers.
+    """
+    found = []
+    for tree in subtrees(leaves):
+        level = terms[tree.start - leaves.start : tree.stop - leaves.start]
+        while len(level) > 1:
+            level = [a + b for a, b in zip(level[::2], level[1::2], strict=True)]
+        found.append(level[0])
+    return found
+
+
 class Tree:
     """The sum over V shards: first over this rank's shards, then with one partner per level."""
 
     def __init__(self, shards: int, timeout: timedelta) -> None:
-        world_size = dist.get_world_size()
-        self.shards, self.shards_per_rank = shards, shards // world_size
-        self._partners: list[dist.ProcessGroup] = []
+        self.shards, self.rank, self.world_size = shards, dist.get_rank(), dist.get_world_size()
+        self.mine = self.shards_of(self.rank)
+        self.later: dict[Tensor, list[Tensor]] = {}  # sums of a gradient that are not its first
         self._under_way: list[Iterator[None]] = []
         self.sent: dict[Tensor, Tensor] | None = None  # fingerprints of gradients, in an audit
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        with gloo_does_not_disturb(dist.get_backend()):
+            self._messages = self._connect(timeout)
+
+    def shards_of(self, rank: int) -> range:
+        """The numbers of a rank's shards."""
+        return shards_of(rank, self.world_size, self.shards)
+
+    def _connect(self, timeout: timedelta) -> int:
+        """Make the groups of partners; returns how many messages an average takes."""
+        self._partners: list[dist.ProcessGroup] = []
         distance = 1
-        while distance < world_size:
-            pairs = [[r, r + distance] for r in range(world_size) if not r & distance]
-            with gloo_does_not_disturb(dist.get_backend()):
-                mine, _ = dist.new_subgroups_by_enumeration(pairs, timeout=timeout)
+        while distance < self.world_size:
+            pairs = [[r, r + distance] for r in range(self.world_size) if not r & distance]
+            mine, _ = dist.new_subgroups_by_enumeration(pairs, timeout=timeout)
             assert isinstance(mine, dist.ProcessGroup)
             self._partners.append(mine)
             distance *= 2
+        return len(self._partners)
 
-    def add_own(self, terms: Sequence[Tensor]) -> Tensor:
-        """Add this rank's terms in pairs of neighbours, level by level."""
-        while len(terms) > 1:
-            terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=True)]
-        return terms[0]
+    def average(self, own: Sequence[Tensor]) -> Iterator[None]:
+        """Replace the first of this rank's sums (`add`) by the mean over all shards.
 
-    def average(self, own: Tensor) -> Iterator[None]:
-        """Replace `own` by the mean over all shards; pauses while each message travels."""
+        Pauses while each message travels.
+        """
         for pair in self._partners:
-            work = dist.all_reduce(own, group=pair, async_op=True)
+            work = dist.all_reduce(own[0], group=pair, async_op=True)
             yield
             work.wait()
-        own /= self.shards
+        own[0].div_(self.shards)
 
     def start(self, average: Iterator[None]) -> None:
         """Start an average, and send the next message of each one that is still under way.
@@ -127,16 +163,25 @@ class Tree:
         The messages then travel during the backward pass, in the same order on every rank.
         """
         self._under_way.append(average)
-        for started in self._under_way[-max(1, len(self._partners)) :]:
+        for started in self._under_way[-max(1, self._messages) :]:
             next(started, None)
 
     def average_bucket(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """DDP's hook: the backward pass calls it when a bucket of gradients is full."""
+        gradients = [*zip(bucket.parameters(), bucket.gradients(), strict=True)]
         if self.sent is not None:
-            gradients = zip(bucket.parameters(), bucket.gradients(), strict=True)
-            self.sent |= {parameter: fingerprint(gradient) for parameter, gradient in gradients}
+            for parameter, gradient in gradients:
+                self.sent[parameter] = of_all([gradient, *self.later.get(parameter, ())])
+        own = [bucket.buffer()]
+        for number in range(len(subtrees(self.mine)) - 1):
+            own.append(torch.empty_like(own[0]))
+            for parameter, gradient in gradients:
+                place = gradient.storage_offset() - own[0].storage_offset()
+                view = own[-1].as_strided(gradient.size(), gradient.stride(), place)
+                view.copy_(self.later[parameter][number])
+        self.later.clear()
         with nullcontext() if bucket.is_last() else self.waiting():
-            self.start(self.average(bucket.buffer()))
+            self.start(self.average(own))
         if bucket.is_last():
             for average in self._under_way:
                 for _ in average:
@@ -145,6 +190,59 @@ class Tree:
         future: Future[Tensor] = Future()
         future.set_result(bucket.buffer())  # DDP reads it after the last bucket
         return future
+
+
+class UnevenTree(Tree):
+    """The same sum where world_size does not divide V.
+
+    At each level, the two ranks with the first shards of two neighbouring subtrees add their sums,
+    and the left one keeps the result. In the end rank 0 sends the whole sum to all.
+    """
+
+    def _connect(self, timeout: timedelta) -> int:
+        owners = [rank for rank in range(self.world_size) for _ in self.shards_of(rank)]
+        self._levels, half = list[list[tuple[int, int, int, int]]](), 1
+        while half < self.shards:
+            starts = range(0, self.shards, 2 * half)
+            self._levels.append([(s, s + half, owners[s], owners[s + half]) for s in starts])
+            half *= 2
+        pairs = {(left, right) for level in self._levels for _, _, left, right in level}
+        self._groups: dict[tuple[int, int], Any] = {
+            pair: dist.new_group([*pair], timeout=timeout)
+            for pair in sorted(pairs)
+            if len({*pair}) > 1
+        }
+        return sum(map(self._has_message, self._levels)) + 1
+
+    def _has_message(self, level: list[tuple[int, int, int, int]]) -> bool:
+        return any(left != right for _, _, left, right in level)
+
+    def average(self, own: Sequence[Tensor]) -> Iterator[None]:
+        """As `Tree.average`; every rank pauses as often, so that messages keep their order."""
+        sums = dict(zip((tree.start for tree in subtrees(self.mine)), own, strict=True))
+        for level in self._levels:
+            sent = []
+            for first, second, left, right in level:
+                if left == right and second in sums:
+                    sums[first] += sums.pop(second)
+                elif left != right and self.rank in (left, right):
+                    mine = sums[first] if self.rank == left else sums.pop(second)
+                    group = self._groups[left, right]
+                    sent.append(dist.all_reduce(mine, group=group, async_op=True))
+            if self._has_message(level):
+                yield
+            for work in sent:
+                work.wait()
+        whole: Any = dist.broadcast(own[0], 0, async_op=True)
+        yield
+        whole.wait()
+        own[0].div_(self.shards)
+
+
+def of_all(sums: Sequence[Tensor]) -> Tensor:
+    """The fingerprint of one gradient's sums."""
+    first, *rest = map(fingerprint, sums)
+    return sum((value * (2 * n + 3) for n, value in enumerate(rest)), start=first)
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
@@ -174,8 +272,8 @@ class _Shards(nn.Module):
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.first_name = _first_names(model)
         # The first shard uses the parameters themselves.
-        self._parameters_by_shard = [{}, *self._aliases(tree.shards_per_rank - 1)]
-        if tree.shards_per_rank > 1:
+        self._parameters_by_shard = [{}, *self._aliases(len(tree.mine) - 1)]
+        if len(tree.mine) > 1:
             for name, parameter in self.trained.items():
                 parameter.register_hook(partial(self._add_other_shards, name))
 
@@ -194,9 +292,10 @@ class _Shards(nn.Module):
         self.seen, self.tree.sent = seen, seen.get("sent")
         out, by_shard = self._run(inputs, dist.get_rank(), self._parameters_by_shard, buffers)
         self.tree.start(self._average_buffers(by_shard))
-        # The loss is the mean over the rank's samples, a shard's gradient that of the shard's mean.
+        # The loss is a sum divided by `loss_divisor`, a shard's gradient that of the shard's mean.
         if out.requires_grad:
-            out.register_hook(lambda gradient: gradient * self.tree.shards_per_rank)
+            factor = whole_share(self.tree.world_size, self.tree.shards)
+            out.register_hook(lambda gradient: gradient * factor)
             if seen:
                 out.register_hook(partial(seen.__setitem__, "output_gradient"))
         return out
@@ -204,19 +303,22 @@ class _Shards(nn.Module):
     def gradients_again(
         self, rank: int, inputs: Any, gradient: Tensor, autocast: torch.autocast
     ) -> list[Tensor]:
-        """What `rank` sends in this step, from its inputs and the gradient of its outputs.
+        """Fingerprints of what `rank` sends in this step.
+
+        They are computed from its inputs and the gradient of its outputs.
 
         Nothing that training uses changes. `autocast` is the context that training uses.
         """
         random_state = rng_state()
-        by_shard = self._aliases(self.tree.shards_per_rank)
+        shards = self.tree.shards_of(rank)
+        by_shard = self._aliases(len(shards))
         with autocast:
             out, _ = self._run(inputs, rank, by_shard, self.seen["buffers"])
         parameters = [parameter for own in by_shard for parameter in own.values()]
         terms = torch.autograd.grad(out, parameters, gradient)
         set_rng_state(random_state)
         count = len(self.trained)
-        return [self.tree.add_own(terms[number::count]) for number in range(count)]
+        return [of_all(add(terms[number::count], shards)) for number in range(count)]
 
     def _run(
         self,
@@ -227,11 +329,11 @@ class _Shards(nn.Module):
     ) -> tuple[Tensor, list[dict[str, Tensor]]]:
         """The outputs of one rank's shards, and each shard's buffers after it."""
         outputs, by_shard = [], []
-        parts = chunks(inputs, self.tree.shards_per_rank)
+        shards = self.tree.shards_of(rank)
+        parts = chunks(inputs, len(shards))
         device = next(self.model.parameters()).device
-        for number, (part, parameters) in enumerate(zip(parts, parameters_by_shard, strict=True)):
+        for shard, part, parameters in zip(shards, parts, parameters_by_shard, strict=True):
             own = {name: buffer.clone() for name, buffer in buffers.items()}
-            shard = rank * self.tree.shards_per_rank + number
             seed_torch(device, *self.seeds, shard, self.tree.shards)
             # Kernels may add in another order at a less aligned address. A copy is aligned as in a
             # process with one shard.
@@ -256,7 +358,10 @@ class _Shards(nn.Module):
             assert other is not None, f"{name} has no gradient in one of the shards"
             gradients.append(other)
             parameters[name].grad = None
-        return self.tree.add_own(gradients)
+        first, *later = add(gradients, self.tree.mine)
+        if later:
+            self.tree.later[self.trained[name]] = later
+        return first
 
     def _average_buffers(self, by_shard: list[dict[str, Tensor]]) -> Iterator[None]:
         """Set the model's buffers to the mean over all shards; integers are equal in all shards."""
@@ -264,9 +369,9 @@ class _Shards(nn.Module):
         names = [name for name, buffer in first.items() if buffer.is_floating_point()]
         if names:
             flat = [torch.cat([own[n].reshape(-1) for n in names]) for own in by_shard]
-            mean = self.tree.add_own(flat)
-            yield from self.tree.average(mean)
-            values = mean.split([first[name].numel() for name in names])
+            sums = add(flat, self.tree.mine)
+            yield from self.tree.average(sums)
+            values = sums[0].split([first[name].numel() for name in names])
             first |= {n: v.view_as(first[n]) for n, v in zip(names, values, strict=True)}
         # The shards' own tensors must not change: autograd still needs them.
         for name, buffer in self.model.named_buffers():

@@ -87,7 +87,7 @@ class ComputeTime:
     """
 
     def __init__(self, clock: Clock) -> None:
-        self._clock, self._compared = clock, 0
+        self._clock, self._compared, self._share = clock, 0, 1.0
         clock.on_step = self._add
         self._steps_s: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._lasts: dict[int, tuple[int, float]] = {}  # slow ranks: windows, since when
@@ -103,6 +103,7 @@ class ComputeTime:
             ddp.module.register_forward_pre_hook(lambda *_: self._clock.end_wait())
         if tree := getattr(ddp.module, "tree", None):  # --virtual-ranks
             tree.waiting = self._clock.communicating
+            self._share = len(tree.mine) * tree.world_size / tree.shards
 
     def _note_ready(self, _parameter: Tensor) -> None:
         self._clock.turn_to("communication")
@@ -113,7 +114,7 @@ class ComputeTime:
 
     def _add(self, step_s: Mapping[str, float]) -> None:
         if waited_s := step_s["communication"]:
-            self._steps_s.append((step_s["data"] + step_s["compute"], waited_s))
+            self._steps_s.append(((step_s["data"] + step_s["compute"]) / self._share, waited_s))
 
     def halves(self) -> Tensor:
         """`PARTS` medians of the window [s], or zeros before it is full.

@@ -68,7 +68,9 @@ def train(config: Config, ranks: Ranks) -> None:
         # data
         data = load_data(config.data, config.run.seed, ranks)
         options, global_batch_size = parallel.fit(options, len(data.train), ranks.world_size)
-        batches, loader, val_loader = make_loaders(run, config.data, data, global_batch_size, dtype)
+        batches, loader, val_loader = make_loaders(
+            run, config.data, data, global_batch_size, dtype, shards=parallel.virtual_ranks
+        )
 
         # model
         model = make_model(run, config.model, data, dtype, download=config.data.download)
@@ -104,7 +106,7 @@ def train(config: Config, ranks: Ranks) -> None:
                 for images, labels in micro_batches.of(batch):  # DDP sends with the last one
                     with autocast:
                         losses.append(cross_entropy(ddp(images), labels, reduction="none"))
-                    loss = losses[-1].sum() / batches.batch_size_per_rank  # adds up to the mean
+                    loss = losses[-1].sum() / batches.loss_divisor  # adds up to the mean
                     scaler.scale(loss).backward()
                 if options.clip_grad_norm:
                     scaler.unscale_(optimizer)  # the norm is that of the true gradients

@@ -10,11 +10,17 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torchvision
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from common.data.stream import shards_of, whole_share
 from common.errors import InputError
 from common.launch.ranks import Ranks
-from common.training.virtual_ranks import Tree
+from common.replicas import fingerprint
+from common.training import virtual_ranks
+from common.training.virtual_ranks import Tree, add, subtrees
 from tests.helpers.commands import Recipe, Result, wait_for
 from tests.helpers.pool import Pool
 from tests.helpers.training import run_training, train_model, training
@@ -49,7 +55,7 @@ def reference(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Result:
     return training(pool, 1, folder, **TRICKY, run={"log_every": 1})
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_the_same_bits_on_any_number_of_processes(
     pool: Pool, tmp_path: Path, reference: Result, world_size: int
 ) -> None:
@@ -61,7 +67,7 @@ def test_the_same_bits_on_any_number_of_processes(
 def test_the_same_bits_when_the_number_changes_in_the_middle_of_an_epoch(
     pool: Pool, tmp_path: Path, reference: Result
 ) -> None:
-    for world_size, steps in ((4, 5), (2, 20), (1, 33), (4, None)):
+    for world_size, steps in ((4, 5), (3, 12), (2, 20), (1, 27), (3, 33), (4, None)):
         optimizer = {**TRICKY["optimizer"], "max_steps": steps}
         options = {**TRICKY, "run": {"log_every": 1}, "optimizer": optimizer}
         run = training(pool, world_size, tmp_path / "run", **options)
@@ -82,15 +88,15 @@ def test_clipped_adamw_gives_the_same_bits_on_any_number_of_processes(
 
 
 def with_a_plain_all_reduce(ranks: Ranks, folder: Path, options: Any) -> None:
-    def average(tree: Tree, own: Tensor) -> Iterator[None]:
-        dist.all_reduce(own)
-        own /= tree.shards
+    def average(tree: Tree, own: Sequence[Tensor]) -> Iterator[None]:
+        dist.all_reduce(own[0])
+        own[0].div_(tree.shards)
         yield
 
-    def add_own(tree: Tree, terms: Sequence[Tensor]) -> Tensor:
-        return torch.stack(list(terms)).sum(0)
+    def add(terms: Sequence[Tensor], _leaves: range) -> list[Tensor]:
+        return [torch.stack(list(terms)).sum(0)]
 
-    with patch.object(Tree, "average", average), patch.object(Tree, "add_own", add_own):
+    with patch.object(Tree, "average", average), patch.object(virtual_ranks, "add", add):
         run_training(ranks, folder, options)
 
 
@@ -159,24 +165,77 @@ def test_the_same_bits_with_frozen_layers(pool: Pool, tmp_path: Path) -> None:
     assert_same_bits(runs[1], runs[0])
 
 
+class Tricky18(nn.Module):
+    """A ResNet-18 with BatchNorm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torchvision.models.resnet18(num_classes=32)
+        self.dropout = nn.Dropout(0.3)
+        self.fc = nn.Linear(32, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.fc(self.dropout(self.body(images.expand(-1, 3, -1, -1))))
+        return logits
+
+
+@pytest.fixture(scope="module")
+def eight_ranks() -> Iterator[Pool]:
+    ranks = Pool(8)
+    yield ranks
+    ranks.close()
+
+
 @pytest.mark.slow
-def test_three_levels_of_the_tree(tmp_path: Path, pool: Pool) -> None:
-    """Eight processes: a bucket's messages travel while the next buckets' do."""
-    options = {**TRICKY, "parallel": {"virtual_ranks": 8}, "optimizer": {"max_steps": 6}}
-    one = training(pool, 1, tmp_path / "1", **options)
-    eight_ranks = Pool(8)
-    try:
-        eight = training(eight_ranks, 8, tmp_path / "8", **options)
-    finally:
-        eight_ranks.close()
-    assert_same_bits(eight, one)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", ["convnet", "resnet18"])
+def test_eight_shards_on_any_number_of_processes(
+    eight_ranks: Pool, tmp_path: Path, model: str, precision: str
+) -> None:
+    """Three levels of the tree; 3 processes have 2, 3 and 3 shards, and some have two sums."""
+
+    def train(world_size: int, name: str, steps: int) -> Result:
+        options = {
+            **TRICKY,
+            "parallel": {"virtual_ranks": 8},
+            "optimizer": {"epochs": 1, "max_steps": steps, "global_batch_size": 32},
+            "run": {"log_every": 1, "precision": precision},
+        }
+        if model == "convnet":
+            return training(eight_ranks, world_size, tmp_path / name, **options)
+        eight_ranks.run(train_model, world_size, tmp_path / name, Tricky18, options)
+        return Result(0, "", "", tmp_path / name)
+
+    one = train(1, "1", 6)
+    for world_size in (3, 5, 7, 8):
+        assert_same_bits(train(world_size, str(world_size), 6), one)
+    for world_size, steps in ((7, 2), (3, 4), (5, 5), (3, 6)):
+        cut = train(world_size, "cut", steps)
+    assert cut.summary["resumed_from"] == 5
+    assert_same_bits(cut, one)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 8), st.data())
+def test_shares_are_neighbouring_whole_subtrees(levels: int, data: st.DataObject) -> None:
+    shards = 2**levels
+    world_size = data.draw(st.integers(1, shards))
+    shares = [shards_of(rank, world_size, shards) for rank in range(world_size)]
+    assert [shard for share in shares for shard in share] == [*range(shards)]
+    sizes = [*map(len, shares)]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes[0] == min(sizes) >= whole_share(world_size, shards) > min(sizes) / 2
+    for share in shares:
+        trees = subtrees(share)
+        assert [shard for tree in trees for shard in tree] == [*share]
+        assert all(tree.start % len(tree) == 0 and not len(tree) & len(tree) - 1 for tree in trees)
+        assert len(trees) <= 2 * max(1, len(share)).bit_length()
 
 
 @pytest.mark.parametrize(
     ("world_size", "shards", "batch", "says"),
     [
-        (3, 4, 96, "--virtual-ranks 4 cannot be divided by 3 processes: start 2 or 4"),
-        (4, 2, 96, "--virtual-ranks 2 cannot be divided by 4 processes: start 2"),
+        (4, 2, 96, "--virtual-ranks 2 is less than 4 processes: start 2 or fewer"),
         (1, 8, 100, "--virtual-ranks 8 does not divide the global batch of 100: 96 or 104 samples"),
         (2, 32, 8, "--virtual-ranks 32 does not divide the global batch of 8: 32 samples"),
     ],
@@ -262,11 +321,19 @@ def test_resnet18_killed_on_four_goes_on_with_two_and_then_one(recipe: Recipe) -
     assert found["verdict"] == "identical"
 
 
-def test_the_tree_of_eight(pool: Pool) -> None:
-    """`add_own` pairs neighbours, level by level: read off from sums that round."""
-    tree = Tree.__new__(Tree)
+def test_an_audit_sees_every_sum_of_a_rank() -> None:
+    sums = [torch.rand(3, 4) for _ in range(2)]
+    seen = virtual_ranks.of_all(sums)
+    assert seen != virtual_ranks.of_all(sums[::-1])
+    assert virtual_ranks.of_all(sums[:1]) == fingerprint(sums[0])
+    sums[1][1, 1] *= 2
+    assert seen != virtual_ranks.of_all(sums)
+
+
+def test_the_tree_of_eight() -> None:
+    """Neighbours are added, level by level: read off from sums that round."""
     terms = list(torch.tensor([1.0, 2**-24, 2**-24, 2**-24, 1.0, 2**-23, -2.0, 2**-24]))
     pairs = [terms[i] + terms[i + 1] for i in range(0, 8, 2)]
     expected = (pairs[0] + pairs[1]) + (pairs[2] + pairs[3])
-    assert tree.add_own(terms) == expected
+    assert add(terms, range(8)) == [expected]
     assert expected != sum(terms)

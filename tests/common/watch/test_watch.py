@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -336,7 +337,7 @@ def hang_in_pairs(ranks: Ranks, logs: Path) -> str:
         while not (late := verdict.verdict(logs)) or "C code" in late.says:
             time.sleep(0.02)  # a busy machine kept another rank's thread from looking
         found = f"{late.who} {late.says}"
-    for _ in tree.average(torch.ones(3)):
+    for _ in tree.average([torch.ones(3)]):
         pass
     record.stop()
     return found
@@ -524,6 +525,26 @@ def test_all_ranks_of_a_slow_host_are_named_once(
     assert "(slow, too: rank 5 on host5 (cpu), rank 6 on host6 (cpu))" in lines[5]
 
 
+def test_a_rank_with_one_shard_more_is_not_slow() -> None:
+    """Eight shards on three processes: what counts is the time of a shard."""
+    medians = []
+    for shards in (2, 3, 3):
+        clock = Clock(torch.device("cpu"))
+        compute, layer = ComputeTime(clock), nn.Linear(1, 1)
+        layer.broadcast_buffers = False  # type: ignore[assignment]
+        tree = SimpleNamespace(mine=range(shards), world_size=3, shards=8)
+        layer.module = SimpleNamespace(tree=tree)  # type: ignore[assignment]
+        compute.follow(layer)  # type: ignore[arg-type]
+        for _ in range(stragglers.WINDOW):
+            compute._add(
+                {"data": 0.0, "compute": 0.1 * shards, "communication": 0.4 - 0.1 * shards}
+            )
+        medians.append(compute.halves().tolist())
+    halves, waits = [m[:2] for m in medians], [m[2:] for m in medians]
+    assert halves[0] == pytest.approx(halves[1])
+    assert find_slow(halves, waits, 0.4) is None
+
+
 def trained(ranks: Ranks, slow: int, before: str, sleep_s: float) -> list[list[float]]:
     """All ranks' medians after training with BatchNorm; rank `slow` sleeps in each step."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
@@ -588,7 +609,7 @@ def trained_in_shards(ranks: Ranks, slow: int, before: str, sleep_s: float) -> l
     """The same with virtual ranks, and a gradient per bucket."""
     layers = [nn.Linear(4, 4) for _ in range(4)]
     model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=1e-5)
-    use_virtual_ranks(model, 4, 32, PATIENCE_S)
+    use_virtual_ranks(model, 4, PATIENCE_S)
     return steps_of(model, ranks, slow, before, sleep_s)
 
 

@@ -354,6 +354,54 @@ def test_an_interrupted_job_ends_with_the_same_weights(
         assert went.repeated_steps == 0
 
 
+def hold_a_node(cluster: Cluster) -> None:
+    """Preempt what runs on one node, and keep it."""
+    cluster.run(
+        *"sbatch --partition=high --nodes=1 --exclusive --output=/dev/null".split(),
+        "--wrap=sleep 100000",
+    )
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_job_goes_on_with_whatever_nodes_it_gets(
+    submit: Submitter, recipe: Recipe, file: str
+) -> None:
+    """Four nodes, then three and two, as other jobs take them; then one, as the power goes."""
+    options, cluster = (*OPTIONS, "--virtual-ranks", "8"), submit.cluster
+    reference = recipe("ddp_launch", *options, "--nproc", "1").assert_ok()
+    env = submit.patch(STEP_S="0.1")
+    job = submit(file, "ddp_launch", *options, env=env, sbatch=("--nodes=1-4",))
+    for restarts, nodes in enumerate((4, 3, 2)):
+        wait_for(lambda: int(job.info["Restarts"]) >= restarts, PATIENCE_S, ASK_S)  # noqa: B023
+        wait_for(lambda: job.info["JobState"] == "RUNNING", PATIENCE_S, ASK_S)
+        begun = job.step
+        wait_for(lambda: job.step >= begun + 10)  # noqa: B023 - now
+        assert job.info["NumNodes"] == str(nodes), job.said
+        if nodes > 2:
+            hold_a_node(cluster)
+    nodelist = job.info["NodeList"]
+    *_, lost = cluster.run("scontrol", "show", "hostnames", nodelist).stdout.split()
+    cluster.power_off(lost)
+    try:
+        info, result = job.ended(), job.result.assert_ok()
+    finally:
+        cluster.power_on(lost)
+    assert result.sha == reference.sha, job.said
+    assert result.losses == reference.losses
+    assert info["NumNodes"] == "1", job.said
+    assert int(info["Restarts"]) >= 3
+    said = re.findall(r"(?m)^(?:job \d+ begins|restart \d of job \d+) on (\S+), from ", job.said)
+    assert len(said) == int(info["Restarts"]) + 1
+
+
+def test_a_job_without_tasks_has_a_rank_per_gpu(submit: Submitter, reference: Result) -> None:
+    gpus = ("--gpus-per-node=2", "--cpus-per-gpu=1")
+    options = (*OPTIONS, "--device", "cpu")
+    job = submit("train", "ddp_launch", *options, sbatch=("--nodes=2", *gpus))
+    assert job.result.assert_ok().sha == reference.sha
+    assert "world_size 4 (launcher: slurm)" in job.said
+
+
 def test_shards_of_two_nodes_go_on_after_a_power_cut(submit: Submitter, recipe: Recipe) -> None:
     text = submit.folder / "book.txt"
     text.write_text("".join(f"{n} times {n} is {n * n}, and that is true.\n" for n in range(300)))
