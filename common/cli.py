@@ -171,10 +171,13 @@ def _refuse_wrong_number(
     """Raise InputError unless there are, or can be started, as many processes as needed."""
     what = "one process" if needed == 1 else f"{needed} processes"
     if ranks.launcher != "none":
+        way_out = ""
+        if ranks.launcher == "slurm" and ranks.world_size == 1:
+            way_out = "; if Slurm started your notebook or shell, unset SLURM_PROCID first"
         if needed not in (None, ranks.world_size):
             raise InputError(
                 f"{name} with these options needs {what}, but {ranks.launcher} started "
-                f"{ranks.world_size}"
+                f"{ranks.world_size}{way_out}"
             )
         if options.restarts and ranks.launcher != "recipes":
             raise InputError(
@@ -184,7 +187,8 @@ def _refuse_wrong_number(
         if options.nproc not in (None, ranks.local_world_size) and not options.shrink:
             raise InputError(
                 f"--nproc {options.nproc}, but this process is already one of "
-                f"{ranks.local_world_size} that {ranks.launcher} started here: leave it out"
+                f"{ranks.local_world_size} that {ranks.launcher} started here: leave it "
+                f"out{way_out}"
             )
     elif needed and needed % options.nnodes:
         raise InputError(f"{what} cannot be divided equally between {options.nnodes} hosts")

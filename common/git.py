@@ -1,6 +1,7 @@
 """What code runs: the commit, the files that differ from it, and the diff without secrets."""
 
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -88,25 +89,45 @@ def without_secrets(text: str) -> str:
     return _SECRET.sub(r"\1\2\3\4***", text)
 
 
+def code_files() -> dict[str, str]:
+    """SHA-256 of each Python file that a run may use, by name."""
+    files = (
+        path for room in ("common", "recipes", "tools") for path in (ROOT / room).rglob("*.py")
+    )
+    return {
+        str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(files)
+    }
+
+
 def code_sha256() -> str:
-    """SHA-256 over names and contents of the Python files that a run uses."""
-    digest = hashlib.sha256()
-    for folder in ("common", "recipes", "tools"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            content = hashlib.sha256(path.read_bytes()).hexdigest()
-            digest.update(f"{content} {path.relative_to(ROOT)}\n".encode())
-    return digest.hexdigest()
+    """SHA-256 over names and contents of the Python files that a run may use."""
+    lines = (f"{content} {name}\n" for name, content in code_files().items())
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def image_commit() -> tuple[str | None, bool | None]:
-    """The commit that an image was built from, and whether this code is not the commit's.
+def image_commit() -> tuple[str | None, bool | None, dict[str, str]]:
+    """The commit that an image was built from, and what this code has otherwise than the image.
 
-    The image has its commit in RECIPES_COMMIT (with "-dirty" if files had changed), and the hash of
-    its code beside its lock. Code that was mounted or added since has another hash.
+    The image has its commit in RECIPES_COMMIT (with "-dirty" if files had changed), and the hashes
+    of its code beside its lock. Code that was mounted or added since has other hashes.
+
+    Returns:
+        The commit; whether this code is not the commit's; as `changed_files`, the files of this
+        code that are not the image's.
     """
     built_from = os.environ.get("RECIPES_COMMIT", "unknown")
     if built_from == "unknown":
-        return None, None
-    record = Path(sys.prefix) / "code.sha256"
-    same = record.is_file() and record.read_text().strip() == code_sha256()
-    return built_from.removesuffix("-dirty"), built_from.endswith("-dirty") or not same
+        return None, None, {}
+    try:
+        had = json.loads((Path(sys.prefix) / "code.json").read_text())
+    except (OSError, ValueError):
+        return built_from.removesuffix("-dirty"), True, {}
+    has = code_files()
+    changed = {name: has.get(name, "gone") for name in sorted(had.keys() | has.keys())}
+    changed = {name: content for name, content in changed.items() if content != had.get(name)}
+    return (
+        built_from.removesuffix("-dirty"),
+        built_from.endswith("-dirty") or bool(changed),
+        changed,
+    )

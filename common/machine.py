@@ -19,7 +19,7 @@ def describe_machine() -> dict[str, Any]:
     lock = Path(sys.prefix) / "lock.txt"  # the Makefile puts the lock of the environment there
     cuda = torch.cuda.is_available()
     smi = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    sha, dirty = (commit.strip(), bool(changed)) if commit else image_commit()
+    sha, dirty, changed = (commit.strip(), bool(changed), changed) if commit else image_commit()
     return {
         "git_commit": sha,
         "git_dirty": dirty,

@@ -41,15 +41,25 @@ known=$(cd "$root/recipes" && echo */train.py)
 known=" ${known//\/train.py/} "
 [[ $recipe && $known == *" $recipe "* ]] || fail "no recipe '$recipe': there are$known"
 
-run=${RUNS:-$root/runs}/$recipe/slurm-$job
-for i in "${!options[@]}"; do # given by the user, it wins
-    case ${options[i]} in
-    --output[-_]dir=*) run=${options[i]#*=} ;;
-    --output[-_]dir) run=${options[i + 1]:-} ;;
-    *) continue ;;
-    esac
+((${SLURM_HET_SIZE:-1} == 1)) ||
+    fail "this heterogeneous job (sbatch ... : ...) would train on its first component only: submit one component"
+
+run=${RUNS:-$root/runs}/$recipe/slurm-$job given=() next=
+for word in "${options[@]}"; do # given by the user, it wins
+    if [[ $next ]]; then
+        run=$word next=
+    elif [[ $word == --output[-_]dir ]]; then
+        next=folder
+    elif [[ $word == --output[-_]dir=* ]]; then
+        run=${word#*=}
+    else
+        given+=("$word")
+        continue
+    fi
     [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || fail "all tasks of the array would share --output-dir $run: leave it out"
 done
+[[ ! $next ]] || fail "--output-dir needs a folder"
+options=("${given[@]}")
 run=$(realpath -m -- "$run") # a container has another working directory
 problem=$({ mkdir -p "$run" && touch "$run/slurm_restarts.txt"; } 2>&1) ||
     fail "the run's folder cannot be written: ${problem#*: }"
@@ -64,8 +74,8 @@ fi
 trap 'rm -f "$run/slurm_running"' EXIT
 [[ ${SLURM_JOB_NAME:-} != recipes ]] || scontrol update JobId="$job" JobName="$recipe" 2>/dev/null
 
-export RECIPES_STOP_MARK=$run/slurm_stopped_early # a rank that leaves before it trains
-rm -f "$RECIPES_STOP_MARK"
+export RECIPES_STATUS=$run/slurm_status.txt # of a rank with bad input, or that leaves before it trains
+rm -f "$RECIPES_STATUS"
 
 in_container=() in_container_srun=()
 case ${CONTAINER:-} in
@@ -180,6 +190,12 @@ conclude() { # STATUS of the step: end the job with it, or have it requeued to g
     local status=$1 state newest refused until
     trap '' TERM USR1 USR2 # a second one, for this or for what it asks
     newest=$(newest_snapshot) # now: the requeue kills what this script starts after it
+    # Slurm tells the highest status, perhaps of a peer that was killed. torchrun tells no status; if
+    # its restarts trained since, the input was good.
+    if ((status != 0)) && grep -qsx 2 "$RECIPES_STATUS" &&
+        ! [[ $run/snapshots/$newest -nt $RECIPES_STATUS ]]; then
+        status=2
+    fi
     if ((status == 2)) && [[ $newest != none ]]; then # the place is to blame, not the options
         echo "fix this, then continue from $(from "$newest"): $(resubmit)" >&2
     fi
@@ -190,10 +206,13 @@ conclude() { # STATUS of the step: end the job with it, or have it requeued to g
         sleep 10
     done
     state=$(squeue --noheader --job "$job" --format %T)
-    [[ ${state:-RUNNING} == RUNNING ]] || exit "$status" # cancelled, or Slurm requeues it already
+    if [[ ${state:-RUNNING} != RUNNING ]]; then
+        echo "ended by Slurm with $status; if job $job is not requeued, continue from $(from "$newest"): $(resubmit)"
+        exit "$status"
+    fi
     case $status in
     138 | 140 | 143) status=75 ;; # the signals: of a task that had not come to listen
-    *) [[ ! -e $RECIPES_STOP_MARK ]] || status=75 ;;
+    *) ! grep -qsx 75 "$RECIPES_STATUS" || status=75 ;;
     esac
     if ((status != 75)); then
         status=1

@@ -15,7 +15,7 @@ Environment variables of the project, all of them:
     RECIPES_LISTEN_FD     rank 0's socket, bound by the launcher
     RECIPES_CHECK         folder for a run that ends before its first step (--check)
     RECIPES_TRACE_STEP    step whose tensors are hashed (make reproduce, --trace-step)
-    RECIPES_STOP_MARK     file that a rank creates if it stops before it trains (slurm/)
+    RECIPES_STATUS        file for a status that peers may hide: 2, or 75 before training (slurm/)
     RECIPES_ROOT          the repository, for sbatch files copied elsewhere (slurm/job.sh)
     RECIPES_STACK         the image's CUDA stack
     RECIPES_COMMIT        the commit that the image was built from

@@ -27,7 +27,7 @@ from common.errors import (
 )
 from common.hints import with_hint
 from common.launch.ranks import Ranks
-from common.launch.report import begin_work, end_work, report
+from common.launch.report import begin_work, end_work, note, report, say_stopped
 
 _LIBC = ctypes.CDLL(None)  # loaded now: in a forked child another thread may hold the loader's lock
 
@@ -64,19 +64,23 @@ def stop_at_once() -> None:
 
 
 _wakeup: list[int] = []
+_leaving = threading.RLock()  # the handler and the thread may both come to leave
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_main = [all(os.environ.get(name, "0") == "0" for name in _RANKS)]
+"""Whether this is rank 0; a guess until `run_rank`."""
 
 
-def _leave(_number: int, _frame: object) -> None:
-    """End this process; RECIPES_STOP_MARK names a file that tells slurm/job.sh about it.
-
-    The peers of this rank may end with another status.
-    """
-    if mark := os.environ.get("RECIPES_STOP_MARK"):
-        with contextlib.suppress(OSError):
-            Path(mark).touch()
-    run_status.stopped_early()
-    end_work()
-    os._exit(STATUS_STOPPED)
+def _leave(number: int, _frame: object) -> None:
+    """End this process. The peers of this rank may end with another status."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun so ends the peers of a failed rank
+        note(STATUS_STOPPED)
+    with _leaving:
+        while _main:
+            if _main.pop():  # said once
+                say_stopped(number)
+        run_status.stopped_early()
+        end_work()
+        os._exit(STATUS_STOPPED)
 
 
 def run_rank(body: Callable[[], Any], ranks: Ranks) -> int:
@@ -85,6 +89,7 @@ def run_rank(body: Callable[[], Any], ranks: Ranks) -> int:
     keep_freed_memory()
     os.register_at_fork(before=_remember_parent, after_in_child=_end_with_rank)
     fork_while_threads_sleep()
+    _main[:] = [ranks.is_main]
     stop_at_once()
     begin_work()
     os.umask(os.umask(0o077) | stat.S_IWOTH)  # nobody outside the group may change the run

@@ -31,10 +31,22 @@ from common.launch.ranks import Ranks
 from common.watch import verdict
 
 
+def say_stopped(number: int) -> None:
+    """Say that a stop signal came when there was nothing to save."""
+    say(f"stopped by {signal.Signals(number).name} while it did not train")
+
+
 def say(text: str) -> None:
     """Write to stderr at once."""
     with contextlib.suppress(OSError):  # the terminal is gone, or its disk is full
         print(text.rstrip(), file=sys.stderr, flush=True)
+
+
+def note(status: int) -> None:
+    """Leave a rank's status for slurm/job.sh: Slurm tells only the highest, perhaps of a peer."""
+    if path := os.environ.get("RECIPES_STATUS"):
+        with contextlib.suppress(OSError), Path(path).open("a") as file:
+            file.write(f"{status}\n")
 
 
 def report(error: Exception, ranks: Ranks) -> int:
@@ -43,6 +55,8 @@ def report(error: Exception, ranks: Ranks) -> int:
     for bar in list(getattr(tqdm, "_instances", ())):
         bar.close()  # else the error would begin behind the bar
     expected = isinstance(error, InputError | TrainingError)
+    if isinstance(error, InputError):
+        note(STATUS_BAD_INPUT)
     follows = isinstance(error, PeerError) or (not expected and hints.follows(error))
     status = STATUS_BAD_INPUT if isinstance(error, InputError) else STATUS_FAILED
     timed_out = follows and hints.timed_out(error)

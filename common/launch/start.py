@@ -20,7 +20,14 @@ from common import driver
 from common.errors import STATUS_FINISHED, STATUS_STOPPED, STOP_SIGNALS, InputError
 from common.launch.port import listen
 from common.launch.process import command_line, python_path
-from common.launch.report import answered, say, show_cause, show_whereabouts, still_works
+from common.launch.report import (
+    answered,
+    say,
+    say_stopped,
+    show_cause,
+    show_whereabouts,
+    still_works,
+)
 from common.option_rules import refuse_below
 from common.watch import verdict
 
@@ -245,6 +252,8 @@ def supervise(children: Sequence[Child]) -> int:
                 if status in (STATUS_FINISHED, STATUS_STOPPED) and still_works(child.pid, errors):
                     early.append(child.rank)
                 if -status in forwarded:  # the rank did not handle signals yet: nothing to save
+                    if child.rank == 0:
+                        say_stopped(-status)
                     status = STATUS_STOPPED
                 if (status != 0 or child.rank in early) and child.rank not in silent:
                     failed.append((child.rank, status))

@@ -370,7 +370,7 @@ class Loop:
         by_hand = f": to resume, run the same command with --output-dir {self.run.folder}"
         log.info(
             f"stopped after step {self.state.step}"
-            f"{'' if 'RECIPES_STOP_MARK' in os.environ else by_hand}"
+            f"{'' if 'RECIPES_STATUS' in os.environ else by_hand}"
         )
         run_status.say(run_status.STOPPED)
         raise StopRequested

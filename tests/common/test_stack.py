@@ -126,23 +126,25 @@ def test_an_image_knows_whether_its_code_is_the_commits(
     code = copy / "common" / "errors.py"
     code.parent.mkdir()
     code.write_text("one = 1")
-    (tmp_path / "code.sha256").write_text(f"{git.code_sha256()}\n")
+    (tmp_path / "code.json").write_text(json.dumps(git.code_files()))
 
     def recorded(built_from: str) -> list[str | bool | None]:
         monkeypatch.setenv("RECIPES_COMMIT", built_from)
         found = machine.describe_machine()
-        return [found["git_commit"], found["git_dirty"]]
+        return [found["git_commit"], found["git_dirty"], *found["changed_files"]]
 
     assert recorded("1234") == ["1234", False]
     assert recorded("1234-dirty") == ["1234", True]
     assert recorded("unknown") == [None, None]
     code.write_text("one = 2")
-    assert recorded("1234") == ["1234", True]
+    assert recorded("1234") == ["1234", True, "common/errors.py"]
     code.write_text("one = 1")
     assert recorded("1234") == ["1234", False]
     (copy / "recipes").mkdir()
     (copy / "recipes" / "new.py").touch()
-    assert recorded("1234") == ["1234", True]
+    assert recorded("1234") == ["1234", True, "recipes/new.py"]
+    code.unlink()
+    assert machine.describe_machine()["changed_files"]["common/errors.py"] == "gone"
 
 
 def test_image_run_takes_what_the_caller_has(recipe: Recipe) -> None:

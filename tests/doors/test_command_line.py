@@ -505,6 +505,7 @@ def test_a_request_to_stop_ends_the_check_of_images(recipe: Recipe) -> None:
     assert len(seen.read_text()) < len(list(photos.rglob("*.*"))), "some were not checked"
     status = json.loads((stopped.folder / "status.json").read_text())
     assert status == {"status": "stopped"}, "though it made no step"
+    assert stopped.stderr.count("stopped by SIGTERM while it did not train") == 1
 
 
 @pytest.mark.slow

@@ -48,6 +48,10 @@ if "SLURM_STEP_ID" in os.environ and ("FAIL_AT" in os.environ or "STEP_S" in os.
         if rank == "3" and self.state.step == int(os.environ.get("FAIL_AT", -1)):
             raise RuntimeError("a bug of this test")
     Loop.after_step = changed
+if "SLURM_STEP_ID" in os.environ and rank == os.environ.get("REFUSED", ""):
+    from common import cli
+    run = cli.run
+    cli.run = lambda name, kind, train, words: run(name, kind, train, [*words, "--lr", "none"])
 if os.environ.get("SLURMD_NODENAME") == os.environ.get("AHEAD", ""):
     now = time.time
     time.time = lambda: now() + 5
@@ -489,8 +493,16 @@ def test_a_signal_before_training_starts_the_job_again(
         other, job = submitted(submit, done.stdout)
     else:
         job = submit(how.split(",")[0], *options)
-    wait_for(lambda: job.info["JobState"] == "RUNNING", every_s=0.1)
-    time.sleep({"torchrun, its check": 1, "torchrun": 5}.get(how, 2))  # while torch is imported
+    ask = ("squeue", "--noheader", "--steps", "--format=%i")
+    step = ".1" if how == "torchrun" else ".0"  # a signal between two steps reaches nobody
+    wait_for(
+        lambda: any(
+            name.startswith(job.job_id) and name.endswith(step)
+            for name in submit.cluster.run(*ask).stdout.split()
+        ),
+        every_s=0.1,
+    )
+    time.sleep(1 if "check" in how else 2)  # while torch is imported
     if "one node" in how:  # the others wait for them, and are killed for that
         submit.cluster.run(
             "srun",
@@ -553,6 +565,9 @@ def test_a_cancelled_job_saves_and_stays_cancelled(submit: Submitter) -> None:
     assert job.ended()["JobState"] == "CANCELLED"
     (stopped,) = re.findall(r"stopped after step (\d+)", job.said)
     assert job.snapshots[-1] == job.step == int(stopped)
+    assert re.search(
+        rf"if job \d+ is not requeued, continue from snapshot step_0*{stopped}\.", job.said
+    )
 
 
 def test_where_requeue_is_refused_the_log_says_how_to_go_on(
@@ -664,6 +679,40 @@ WRONG_FOR_TORCHRUN = {
     "cores": (("ddp_launch",), {}, ("--nodes=2", "--gpus-per-node=2"), "--ntasks-per-node=2"),
     "tasks": (("ddp_launch",), {}, ("--nodes=2", "--ntasks=3"), "2,1 tasks on the nodes"),
 }
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_bad_input_on_one_rank_is_never_requeued(submit: Submitter, file: str) -> None:
+    """Its peers are killed, with a higher status; there is a snapshot to go on from."""
+    run = submit.folder / "run"
+    options = ("ddp_launch", *OPTIONS, "--output-dir", run)
+    first = submit("train", *options, "--max-steps", "12", sbatch=ONE_EACH, name="first")
+    first.result.assert_ok()
+    env = {**submit.patch(REFUSED="1"), "MAX_RESTARTS": "1"}
+    job = submit(file, *options, env=env, sbatch=ONE_EACH)
+    info = job.ended()
+    ended = (info["JobState"], info["ExitCode"], info["Restarts"])
+    assert ended == ("FAILED", "2:0", "0"), job.said
+    assert re.search(r"(?m)^error: rank 1 on n\d: .*--lr", job.said)
+    (fix,) = re.findall("(?m)^fix this, then continue from snapshot step_.*$", job.said)
+    assert fix.count("--output-dir") == 1
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_heterogeneous_job_is_refused(submit: Submitter, file: str) -> None:
+    job = submit(file, "ddp_launch", sbatch=("--nodes=1", ":", "--nodes=1"))
+    assert job.ended()["ExitCode"] == "2:0"
+    assert "error: this heterogeneous job" in job.said
+    assert "world_size" not in job.said
+
+
+def test_srun_across_components(submit: Submitter, pair: Result) -> None:
+    command = shlex.join(["-m", "recipes", "ddp_launch", *OPTIONS, "--output-dir", "run"])
+    script = submit.script(f"srun --het-group=0,1 {sys.executable} {command}")
+    job = submit(script, sbatch=("--nodes=1", ":", "--nodes=1"))
+    job.ended()
+    assert "world_size 2 (launcher: slurm)" in job.said
+    assert Result(0, "", "", submit.folder / "run").sha == pair.sha
 
 
 @pytest.mark.parametrize("what", WRONG_FOR_TORCHRUN)
@@ -917,6 +966,17 @@ def test_a_shell_that_srun_opens_is_no_rank(submit: Submitter) -> None:
         done = submit.cluster.run(sys.executable, "-c", terminal, env={"PYTHONPATH": str(ROOT)})
         found.append(done.stdout.split()[-1])
     assert found == ["slurm", "none", "slurm"]
+    # A notebook's kernel in such a shell has no terminal.
+    hidden = ["srun", "--pty", "setsid", "--wait", sys.executable, "-m", "recipes", "ddp_launch"]
+    hidden += ["--nproc", "2", "--max-steps", "1"]
+    said = []
+    for way in ([], ["env", "-u", "SLURM_PROCID"]):
+        command = [*hidden[:2], *way, *hidden[2:], "--output-dir", str(submit.folder / "run")]
+        terminal = f"import pty; pty.spawn({command!r})"
+        env = {"PYTHONPATH": str(ROOT)}
+        said.append(submit.cluster.run(sys.executable, "-c", terminal, env=env).stdout)
+    assert "if Slurm started your notebook or shell, unset SLURM_PROCID first" in said[0]
+    assert "world_size 2 (launcher: recipes)" in said[1]
 
 
 def test_two_steps_side_by_side_share_no_port(submit: Submitter) -> None:
