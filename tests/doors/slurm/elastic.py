@@ -20,7 +20,10 @@ from typing import Any
 from common.machine import describe_machine
 from common.terminal import progress_bar
 from common.writing import write_json
-from tests.doors.slurm.test_slurm import (
+from tests.helpers.cluster import NODES, Cluster, make_folder
+from tests.helpers.commands import Result, make_run, wait_for
+from tests.helpers.pool import PATIENCE_S
+from tests.helpers.slurm_jobs import (
     ASK_S,
     OPTIONS,
     Job,
@@ -29,9 +32,6 @@ from tests.doors.slurm.test_slurm import (
     requeue,
     signal_tasks,
 )
-from tests.helpers.cluster import NODES, Cluster, make_folder
-from tests.helpers.commands import Result, make_run, wait_for
-from tests.helpers.pool import PATIENCE_S
 
 ELASTIC = (*OPTIONS, "--virtual-ranks", "8")
 RESULT = Path(__file__).with_name("results") / "elastic.json"
@@ -112,6 +112,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(Cluster(make_folder())) as it:
         submit = Submitter(it, Path(folder))
         reference = make_run(1, ELASTIC, Path(folder))
+        sha = reference.sha
         progress = progress_bar(options.rounds, 0, main=True)
         rounds = []
         for number in range(options.rounds):
@@ -123,7 +124,7 @@ def main() -> int:
         "machine": describe_machine(),
         "command": f"python -m tests.doors.slurm.elastic --rounds {options.rounds}",
         "seed": options.seed,
-        "weights_sha256": reference.sha,
+        "weights_sha256": sha,
         "interruptions": dict(every),
         "starts_by_nodes": dict(sorted(Counter(n for p in rounds for n in p["nodes"]).items())),
         "ended_on_other_nodes": sum(p["nodes"][0] != p["nodes"][-1] for p in rounds),

@@ -21,41 +21,27 @@ from tests.helpers.commands import ROOT, Recipe, Result, make_run, wait_for
 from tests.helpers.images import flowers
 from tests.helpers.machine import need
 from tests.helpers.pool import PATIENCE_S
+from tests.helpers.slurm_jobs import (
+    ASK_S,
+    EVERY,
+    OPTIONS,
+    TWO_BY_TWO,
+    Job,
+    Submitter,
+    hold_a_node,
+    requeue,
+    signal_tasks,
+    steps_of,
+)
 
 pytestmark = pytest.mark.slurm
 
-ASK_S = 0.5  # asking Slurm costs time that the jobs could use
-EVERY = 10  # steps between two snapshots
-OPTIONS = ("--epochs", "12", "--snapshot-every", str(EVERY), "--log-every", "1")
 FOR_EVER = ("--epochs", "100000", "--log-every", "1")
-TWO_BY_TWO = ("--nodes", "2", "--ntasks-per-node", "2")
 ONE_EACH = ("--nodes", "2", "--ntasks-per-node", "1")  # half the start-up, where that is as good
 FILES = ("train", "torchrun")
 # Restarts after one interruption. A second was seen once, on a slow machine whose log was not kept;
 # what must hold then too is that the weights are the same and no hand was needed.
 TIMES = (1, 2)
-
-# Python reads this before anything else: what a test must change inside a rank.
-_SITECUSTOMIZE = """\
-import os, time
-rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
-if "SLURM_STEP_ID" in os.environ and ("FAIL_AT" in os.environ or "STEP_S" in os.environ):
-    from common.run.loop import Loop
-    after_step = Loop.after_step
-    def changed(self, loss):
-        after_step(self, loss)
-        time.sleep(float(os.environ.get("STEP_S", 0)))
-        if rank == "3" and self.state.step == int(os.environ.get("FAIL_AT", -1)):
-            raise RuntimeError("a bug of this test")
-    Loop.after_step = changed
-if "SLURM_STEP_ID" in os.environ and rank == os.environ.get("REFUSED", ""):
-    from common import cli
-    run = cli.run
-    cli.run = lambda name, kind, train, words: run(name, kind, train, [*words, "--lr", "none"])
-if os.environ.get("SLURMD_NODENAME") == os.environ.get("AHEAD", ""):
-    now = time.time
-    time.time = lambda: now() + 5
-"""
 
 _PROBE = """\
 import json, os, socket, torch
@@ -70,110 +56,6 @@ print(json.dumps(["probe", ranks.launcher, ranks.rank, ranks.local_rank, ranks.w
                   ranks.local_world_size, ranks.master_addr, socket.gethostname(), visible,
                   device]), flush=True)
 """
-
-
-def steps_of(run: Path) -> int:
-    """The last step in a run's metrics."""
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return int(json.loads(lines[-1])["step"]) if lines else 0
-
-
-@dataclass
-class Job:
-    """A job and what it leaves."""
-
-    cluster: Cluster
-    job_id: str
-    log: Path
-    run: Path
-
-    @property
-    def info(self) -> dict[str, str]:
-        return self.cluster.job(self.job_id)
-
-    @property
-    def step(self) -> int:
-        """The last step in the run's metrics."""
-        return steps_of(self.run)
-
-    @property
-    def snapshots(self) -> list[int]:
-        return sorted(int(path.name[5:13]) for path in (self.run / "snapshots").glob("step_*.pt"))
-
-    def ended(self, timeout_s: float = PATIENCE_S) -> dict[str, str]:
-        """Wait until Slurm has nothing more to do for the job."""
-
-        def done() -> dict[str, str] | None:
-            info = self.info
-            alive = info["JobState"] in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED")
-            if alive:
-                return None
-            time.sleep(1)  # between two starts of a requeued job there is a moment like its end
-            return info if self.info["JobState"] == info["JobState"] else None
-
-        try:
-            found: dict[str, str] = wait_for(done, timeout_s, ASK_S)
-        except AssertionError:
-            raise AssertionError(f"{self.info}\n{self.said}") from None
-        return found
-
-    @property
-    def said(self) -> str:
-        return self.log.read_text() if self.log.exists() else ""
-
-    @property
-    def result(self) -> Result:
-        info = self.ended()
-        return Result(int(info["ExitCode"].split(":")[0]), self.said, self.said, self.run)
-
-
-@dataclass
-class Submitter:
-    """Submits jobs into a folder of the test's own; ends what still runs at its end."""
-
-    cluster: Cluster
-    folder: Path
-
-    def __call__(
-        self,
-        file: str | Path,
-        *arguments: str | Path,
-        sbatch: tuple[str, ...] = TWO_BY_TWO,
-        env: Mapping[str, str] | None = None,
-        name: str = "job",
-        inside: tuple[str, ...] = (),
-    ) -> Job:
-        """Submit train, torchrun or a script of the test's; `inside` runs sbatch."""
-        path = ROOT / "slurm" / f"{file}.sbatch" if isinstance(file, str) else file
-        log = self.folder / f"{name}.log"
-        done = self.cluster.run(
-            *inside,
-            "sbatch",
-            "--parsable",
-            "--output",
-            log,
-            *sbatch,
-            path,
-            *arguments,
-            env={"RUNS": str(self.folder / "all runs"), **(env or {})},
-            cwd=self.folder,
-        )
-        job_id = done.stdout.strip()
-        recipe = str(arguments[0]) if arguments else "none"
-        run = self.folder / "all runs" / recipe / f"slurm-{job_id}"
-        return Job(self.cluster, job_id, log, run)
-
-    def script(self, text: str) -> Path:
-        """A batch script of the test's own."""
-        path = self.folder / "script.sh"
-        path.write_text(f"#!/bin/bash\nexport PYTHONPATH={ROOT}\n{text}\n")
-        return path
-
-    def patch(self, **env: str) -> dict[str, str]:
-        """Environment in which ranks fail or take their time."""
-        (self.folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
-        return {"PYTHONPATH": f"{ROOT}:{self.folder}", **env}
 
 
 def submitter(cluster: Cluster, folder: Path) -> Iterator[Submitter]:
@@ -269,19 +151,11 @@ def test_submitit(submit: Submitter, reference: Result) -> None:
     submit.cluster.run("sbatch", "--test-only", file)
 
 
-def requeue(cluster: Cluster, job: Job) -> None:
-    cluster.run("scontrol", "requeue", job.job_id)
-
-
 def preempt(cluster: Cluster, job: Job) -> None:
     cluster.run(
         *"sbatch --partition=high --nodes=4 --exclusive --output=/dev/null".split(),
         "--wrap=sleep 1",
     )
-
-
-def signal_tasks(cluster: Cluster, job: Job) -> None:
-    cluster.run("scancel", "--signal=USR2", job.job_id)
 
 
 def signal_batch_script(cluster: Cluster, job: Job) -> None:
@@ -356,14 +230,6 @@ def test_an_interrupted_job_ends_with_the_same_weights(
         assert 0 <= went.repeated_steps <= EVERY
     else:
         assert went.repeated_steps == 0
-
-
-def hold_a_node(cluster: Cluster) -> None:
-    """Preempt what runs on one node, and keep it."""
-    cluster.run(
-        *"sbatch --partition=high --nodes=1 --exclusive --output=/dev/null".split(),
-        "--wrap=sleep 100000",
-    )
 
 
 @pytest.mark.parametrize("file", FILES)
