@@ -133,12 +133,12 @@ def arrange(events: list[dict[str, Any]], rank: int, host: int, ahead_s: float) 
     """
     apart = host << 22  # Linux numbers processes and threads below 2 ** 22
     for event in events:
-        event["ts"] = event.get("ts", 0) - ahead_s * 1e6
-        of_torch, name = event["pid"], event.get("name", "")
-        if isinstance(of_torch, int):
-            event["pid"] = of_torch + apart
-        if isinstance(event["tid"], int):
-            event["tid"] += apart
+        of_torch, name = event.get("pid"), event.get("name", "")
+        if "ts" in event:
+            event["ts"] -= ahead_s * 1e6
+        for place in ("pid", "tid"):
+            if isinstance(event.get(place), int):
+                event[place] += apart
         if event.get("cat") == "user_annotation" and (name in KINDS or name.startswith("step ")):
             event["tid"] = "phases"
         if name == "process_name" and of_torch == os.getpid():

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from common.data.stream import shards_of
 from common.errors import InputError
 from common.replicas import audit
 from common.run.loop import Loop
@@ -37,16 +38,14 @@ class MicroBatches:
         self.size = options.micro_batch_size(loop.batches.batch_size_per_rank)
         set_comm_hook(ddp, options)
         if options.virtual_ranks:
-            timeout_s, shards = loop.run.options.timeout_s, loop.batches.shards
-            if (
-                options.virtual_ranks % loop.run.ranks.world_size
-                and shards != options.virtual_ranks
-            ):
+            size = loop.batches.global_batch_size
+            use_virtual_ranks(ddp, options.virtual_ranks, loop.run.options.timeout_s, options.audit)
+            own = len(shards_of(*loop.run.ranks.share, options.virtual_ranks))
+            if loop.batches.batch_size_per_rank * options.virtual_ranks != size * own:
                 raise InputError(
                     f"--virtual-ranks {options.virtual_ranks} on {loop.run.ranks.world_size} "
                     "processes needs make_loaders(..., shards=config.parallel.virtual_ranks)"
                 )
-            use_virtual_ranks(ddp, options.virtual_ranks, timeout_s, options.audit)
 
     def warm_up(self, sample: Any) -> None:
         """Train mode, and DDP's buckets made final: why, `common.training.ddp.warm_up` says."""

@@ -19,8 +19,10 @@ from common.data.stream import shards_of, whole_share
 from common.errors import InputError
 from common.launch.ranks import Ranks
 from common.replicas import fingerprint
+from common.run import parts
 from common.training import virtual_ranks
 from common.training.virtual_ranks import Tree, add, subtrees
+from recipes.ddp_launch import train as ddp_launch
 from tests.helpers.commands import Recipe, Result, wait_for
 from tests.helpers.pool import Pool
 from tests.helpers.training import run_training, train_model, training
@@ -251,6 +253,21 @@ def test_shards_that_cannot_be(
             optimizer={"global_batch_size": batch},
             parallel={"virtual_ranks": shards},
         )
+
+
+def with_loaders_that_know_no_shards(ranks: Ranks, folder: Path, options: Any) -> None:
+    def make(*args: Any, shards: int, **more: Any) -> Any:
+        return parts.make_loaders(*args, **more)
+
+    with patch.object(ddp_launch, "make_loaders", make):
+        run_training(ranks, folder, options)
+
+
+def test_a_recipe_whose_loaders_know_no_shards_is_told(pool: Pool, tmp_path: Path) -> None:
+    """One of one's own, that was written before: equal slices would be other shards."""
+    options = {"optimizer": {"global_batch_size": 48}, "parallel": {"virtual_ranks": 4}}
+    with pytest.raises(InputError, match=r"4 on 3 processes needs make_loaders\(\.\.\., shards="):
+        pool.run(with_loaders_that_know_no_shards, 3, tmp_path / "run", options)
 
 
 def as_options(options: dict[str, dict[str, Any]]) -> list[str]:
