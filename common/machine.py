@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from common.git import changed_files, git, image_commit, output
+from common.launch.capacity import memory_limit
 from common.stack import running_versions
 
 
@@ -34,6 +35,7 @@ def describe_machine() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "cpu": _cpu_model(),
         "cpu_cores": len(os.sched_getaffinity(0)),
+        "memory_limit_bytes": memory_limit(),
     }
 
 

@@ -31,8 +31,9 @@ from typing import NamedTuple
 
 from common import ROOT, driver, stack
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
-from common.group.host import control_group_limits, cpu_quotas
+from common.group.host import cpu_quotas
 from common.hints import LOCKED_MEMORY_HINT, SHARED_MEMORY_HINT, hint
+from common.launch.capacity import memory_limit
 from common.launch.process import end_with_parent
 from common.launch.ranks import Ranks, resolve
 from common.parse import given_path
@@ -272,9 +273,11 @@ def memory(where: Where) -> Iterator[Finding]:
     """Main memory."""
     text = Path("/proc/meminfo").read_text()
     free = int(text.split("MemAvailable:")[1].split()[0]) * 1024
-    free = min([free, *(int(limit.split()[0]) for limit in control_group_limits("memory.max"))])
+    found, limit = f"{free / _GIB:.1f} GiB available", memory_limit()
+    if limit is not None and limit < free:
+        free, found = limit, f"this container or job may use {limit / _GIB:.1f} GiB"
     fix = "each process needs about 0.7 GiB before its data: start fewer processes"
-    yield warn_if(free < 2 * _GIB, f"{free / _GIB:.1f} GiB available", fix)
+    yield warn_if(free < 2 * _GIB, found, fix)
 
 
 def run_folder(where: Where) -> Iterator[Finding]:

@@ -12,19 +12,13 @@ def usable_cores() -> int:
 
 
 def cpu_quotas() -> Iterator[float]:
-    """CPU time that each control group of this process allows [cores]."""
-    for limit in control_group_limits("cpu.max"):
-        quota, period = limit.split()
-        yield int(quota) / int(period)
-
-
-def control_group_limits(name: str) -> Iterator[str]:
-    """The limits in the file `name` of this process's control group and its parents (version 2)."""
+    """CPU time that each control group (version 2) of this process allows [cores]."""
+    name = "cpu.max"
     with suppress(OSError):
         own = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].strip("/")
         group = Path("/sys/fs/cgroup") / own
         for path in (group, *group.parents):
             if (path / name).is_file():
-                text = (path / name).read_text()
-                if not text.startswith("max"):
-                    yield text
+                quota, period = (path / name).read_text().split()
+                if quota != "max":
+                    yield int(quota) / int(period)

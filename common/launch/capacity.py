@@ -30,10 +30,31 @@ def refuse_more_than_fit(ranks: int) -> None:
         )
 
 
+def memory_limit() -> int | None:
+    """Memory that this container or job may use [bytes]; None if it may use all of the host's."""
+    limits = [*_of_cgroups("memory", "memory.max", "memory.limit_in_bytes"), *_of_slurm()]
+    total = _meminfo().get("MemTotal:", 0) * 2**10
+    least = min(limits, default=total)
+    return least if least < total else None
+
+
+def _meminfo() -> dict[str, int]:
+    lines = [line.split() for line in (_read(_PROC / "meminfo") or "").splitlines()]
+    return {line[0]: int(line[1]) for line in lines}
+
+
+def _of_slurm() -> Iterator[int]:
+    """The memory of a Slurm job on this node [bytes]; 0 would be all of the node's."""
+    cores = os.environ.get("SLURM_CPUS_ON_NODE", "1")
+    for name, times in (("SLURM_MEM_PER_NODE", "1"), ("SLURM_MEM_PER_CPU", cores)):
+        given = os.environ.get(name, "0")
+        if given.isdecimal() and times.isdecimal() and int(given):
+            yield int(given) * int(times) * 2**20
+
+
 def _memory() -> Iterator[tuple[int, str]]:
     """Limits of the memory of all ranks [bytes], each in words."""
-    lines = [line.split() for line in (_read(_PROC / "meminfo") or "").splitlines()]
-    kib = {line[0]: int(line[1]) for line in lines}
+    kib = _meminfo()
     if "MemAvailable:" not in kib:
         return
     swap = kib.get("SwapFree:", 0) * 2**10
@@ -41,6 +62,8 @@ def _memory() -> Iterator[tuple[int, str]]:
     yield free, f"{free >> 20} MiB of memory are free"
     for limit in _of_cgroups("memory", "memory.max", "memory.limit_in_bytes"):
         yield limit + swap, f"its control group allows {(limit + swap) >> 20} MiB of memory"
+    for limit in _of_slurm():
+        yield limit, f"Slurm gives the job {limit >> 20} MiB of memory on this node"
 
 
 def _tasks() -> Iterator[tuple[int, str]]:

@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -506,6 +506,42 @@ def test_a_request_to_stop_ends_the_check_of_images(recipe: Recipe) -> None:
     status = json.loads((stopped.folder / "status.json").read_text())
     assert status == {"status": "stopped"}, "though it made no step"
     assert stopped.stderr.count("stopped by SIGTERM while it did not train") == 1
+
+
+@contextmanager
+def memory_limited(mib: int) -> Iterator[Path]:
+    """The file that takes processes into a control group of that much memory, without swap."""
+    need_root()
+    root = Path("/sys/fs/cgroup")
+    version_1 = (root / "memory").is_dir()
+    group = root / ("memory" if version_1 else "") / f"recipes-{os.getpid()}"
+    if not version_1:
+        (root / "cgroup.subtree_control").write_text("+memory")
+    group.mkdir()
+    try:
+        name = "memory.limit_in_bytes" if version_1 else "memory.max"
+        (group / name).write_text(str(mib * 2**20))
+        if not version_1 and (group / "memory.swap.max").exists():
+            (group / "memory.swap.max").write_text("0")
+        yield group / "cgroup.procs"
+    finally:
+        wait_for(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_at_a_memory_limit(recipe: Recipe) -> None:
+    with memory_limited(600) as procs:
+        enter = ("sh", "-c", f'echo $$ >{procs}; exec "$@"', "sh")
+        command = recipe.command("ddp_launch", "--nproc", "2")
+        result = recipe.finish(recipe.start(*enter, *command), recipe.tmp_path / "run")
+    assert result.status == 1
+    (error,) = result.errors
+    assert re.search(
+        r"rank \d on \S+ was killed by SIGKILL: perhaps out of memory: this container or job may "
+        r"use 600 MiB, and each rank needs about 0\.8 GB before its first batch: give it more",
+        error,
+    )
 
 
 @pytest.mark.slow

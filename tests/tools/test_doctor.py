@@ -176,6 +176,12 @@ def test_a_folder_where_nothing_is_renamed(where: Where) -> None:
     assert (state, "not permitted" in found) == ("error", True)
 
 
+def test_the_memory_of_a_container_or_job(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "memory_limit", lambda: 700 * 2**20)
+    ((state, found, _),) = doctor.memory(where)
+    assert (state, found) == ("warning", "this container or job may use 0.7 GiB")
+
+
 def test_shared_memory_that_cannot_be_written(
     where: Where, monkeypatch: pytest.MonkeyPatch
 ) -> None:

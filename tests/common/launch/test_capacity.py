@@ -63,6 +63,41 @@ def test_the_least_limit_decides_how_many_fit(
     assert str(refused.value).endswith(f"start {fit} or fewer")
 
 
+@pytest.mark.parametrize(
+    ("name", "env", "limit"),
+    [
+        ("proc/none", {}, None),
+        ("cgroup/job/memory.max", {}, RANK_BYTES),
+        ("cgroup/memory/job/step/memory.limit_in_bytes", {}, RANK_BYTES),
+        ("proc/none", {"SLURM_MEM_PER_NODE": "0"}, None),
+        ("proc/none", {"SLURM_MEM_PER_NODE": "300"}, 300 * 2**20),
+        ("proc/none", {"SLURM_MEM_PER_CPU": "100", "SLURM_CPUS_ON_NODE": "4"}, 400 * 2**20),
+        ("proc/none", {"SLURM_MEM_PER_NODE": "100000"}, None),
+    ],
+)
+def test_memory_that_a_container_or_job_may_use(
+    machine: Callable[[str, str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    env: dict[str, str],
+    limit: int | None,
+) -> None:
+    machine("proc/meminfo", f"MemTotal: {10 * KIB_PER_RANK} kB\nMemAvailable: 1 kB")
+    machine(name, str(RANK_BYTES))
+    for variable, value in env.items():
+        monkeypatch.setenv(variable, value)
+    assert capacity.memory_limit() == limit
+
+
+def test_slurms_memory_decides_how_many_fit(
+    machine: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine("proc/none", "")
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "600")
+    with pytest.raises(InputError, match=r"Slurm gives the job 600 MiB .*: start 2 or fewer"):
+        refuse_more_than_fit(3)
+
+
 @pytest.mark.usefixtures("machine")
 def test_ulimit_u_counts_for_all_users_but_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (RANK_TASKS * 2, RANK_TASKS * 2))
