@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 from common import log
-from common.group.clocks import host_and_its_clock
+from common.group.clocks import ahead_of_rank_0_s
 from common.watch.clock import KINDS, Clock
 from common.writing import write_bytes
 
@@ -48,7 +48,7 @@ class Profile:
         self._first = of_process[0] + SETTLE
         self._last = min(self._first + steps - 1, of_process[1])
         self._clock, self._folder, self._parts = clock, folder / "profile", parts
-        self._host, self._ahead_s = 0, 0.0
+        self._ahead_s = 0.0
         self._ranges: list[Any] = []
         self._thread = threading.get_ident()
         gpu = [ProfilerActivity.CUDA] if torch.cuda.is_initialized() else []
@@ -64,7 +64,7 @@ class Profile:
         if not self._profiler or not self._first <= step <= self._last:
             return
         if step == self._first:
-            self._host, self._ahead_s = host_and_its_clock()
+            self._ahead_s = ahead_of_rank_0_s()
             self._profiler.start()
             self._clock.on_kind = self._phase
         self._enter(f"step {step}")
@@ -98,7 +98,7 @@ class Profile:
             log.warning(f"--profile: no trace: is {gettempdir()} full? TMPDIR can name another")
             return
         memory = memory_in_words(self._parts, content["traceEvents"])
-        arrange(content["traceEvents"], dist.get_rank(), self._host, self._ahead_s)
+        arrange(content["traceEvents"], dist.get_rank(), self._ahead_s)
         write_bytes(trace, json.dumps(content).encode())
         averages = profiler.key_averages()
         by = "self_cuda_time_total" if torch.cuda.is_initialized() else "self_cpu_time_total"
@@ -126,12 +126,13 @@ class Profile:
             self._ranges.pop().__exit__(None, None, None)
 
 
-def arrange(events: list[dict[str, Any]], rank: int, host: int, ahead_s: float) -> None:
+def arrange(events: list[dict[str, Any]], rank: int, ahead_s: float) -> None:
     """Make the traces of several ranks open as one: a clock, a name, and the phases on a track.
 
     Perfetto drops ranges of a track that overlap, as a phase and a range of torch's may.
     """
-    apart = host << 22  # Linux numbers processes and threads below 2 ** 22
+    # Linux numbers processes and threads below 2 ** 22, on each host; torch numbers GPUs from 0.
+    apart = rank << 22
     for event in events:
         of_torch, name = event.get("pid"), event.get("name", "")
         if "ts" in event:

@@ -76,6 +76,7 @@ def failed(error: Exception, line: str) -> None:
                 _remove(start.made)
             elif start.writes and (start.begun or _is_open(start.folder)):
                 _write_failed(start.folder, first_error(start.folder / "logs") or line)
+    _start.clear()  # a stop signal that comes now changes nothing
 
 
 def _remove(made: Sequence[Path]) -> None:

@@ -31,6 +31,10 @@ if [[ $record ]]; then
         unset "${!SLURM_GPU@}" SLURM_JOB_GPUS SLURM_CPUS_PER_GPU SLURM_NTASKS_PER_GPU SLURM_TRES_PER_TASK
     [[ $record == *" CPUs/Task=${SLURM_CPUS_PER_TASK:-} "* ]] || unset SLURM_CPUS_PER_TASK
     [[ $record == *" NumTasks=${SLURM_NTASKS:-} "* ]] || unset SLURM_NTASKS SLURM_NPROCS
+    # A job of one node that asked for no tasks has NumTasks=1, too; Slurm's figure is then of cores.
+    [[ ${SLURM_NNODES:-1} != 1 || ${SLURM_TASKS_PER_NODE:-${SLURM_NTASKS:-}} == "${SLURM_NTASKS:-}" ]] ||
+        unset SLURM_NTASKS SLURM_NPROCS
+    [[ $record == *" HetJobId="* ]] || unset "${!SLURM_HET_@}"
     [[ $record == *" ArrayTaskId="* ]] || unset "${!SLURM_ARRAY_@}"
     [[ $record != *" Restarts=0 "* ]] || unset SLURM_RESTART_COUNT
 fi

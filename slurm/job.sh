@@ -50,6 +50,7 @@ for word in "${options[@]}"; do # given by the user, it wins
         run=$word next=
     elif [[ $word == --output[-_]dir ]]; then
         next=folder
+        continue
     elif [[ $word == --output[-_]dir=* ]]; then
         run=${word#*=}
     else
@@ -75,7 +76,7 @@ trap 'rm -f "$run/slurm_running"' EXIT
 [[ ${SLURM_JOB_NAME:-} != recipes ]] || scontrol update JobId="$job" JobName="$recipe" 2>/dev/null
 
 export RECIPES_STATUS=$run/slurm_status.txt # of a rank with bad input, or that leaves before it trains
-rm -f "$RECIPES_STATUS"
+: >"$RECIPES_STATUS" # not removed: over NFS, a file that was missing may seem to be so for a minute
 
 in_container=() in_container_srun=()
 case ${CONTAINER:-} in
@@ -108,7 +109,8 @@ one_process() { # whether one process may drive several GPUs
 tasks=()
 if [[ -z ${SLURM_NTASKS:-} ]]; then
     tasks_per_node=1 # Slurm's figure is of cores
-    if ((gpus_per_node > 1)) && ! one_process; then
+    if ((gpus_per_node > 1)) && ! one_process &&
+        [[ ${SLURM_GPUS_PER_NODE:-} || " ${options[*]} " != *" --device"[=\ ]"cpu "* ]]; then
         tasks_per_node=$gpus_per_node
         tasks=(--ntasks="$((tasks_per_node * SLURM_NNODES))" --ntasks-per-node="$tasks_per_node")
     fi

@@ -277,14 +277,14 @@ def _script(folder: Path, cpus_per_task: int | None) -> dict[str, list[str]]:
             *_set_up(),
             "export SLURM_EXPORT_ENV=ALL",
             f"export RECIPES_STATUS={shlex.quote(str(folder))}/$SLURM_JOB_ID.status",
-            'rm -f "$RECIPES_STATUS"',
+            ': >"$RECIPES_STATUS"',
         ],
         # A rank that leaves before it trains never comes to submitit's handler. The raw id of an
         # array's last task is that of the whole array.
         "teardown": [
             "status=$?",
             "job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
-            'if grep -qsx 75 "$RECIPES_STATUS"; then',
+            'if grep -qsx 75 "$RECIPES_STATUS" && ! grep -qsx 2 "$RECIPES_STATUS"; then',
             'scontrol requeue incomplete "${job:-$SLURM_JOB_ID}"; fi',
             "exit $status",
         ],

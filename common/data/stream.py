@@ -134,12 +134,12 @@ class GlobalBatches:
     ) -> None:
         most = samples - samples % max(shards, world_size)  # the largest batch that can work
         if not most:
-            parts = (
-                f"--virtual-ranks {shards}" if shards > world_size else f"{world_size} processes"
-            )
+            few = f"{samples} samples of training data are too few for"
+            if shards > world_size:
+                raise InputError(f"{few} --virtual-ranks {shards}: give a smaller number")
             raise InputError(
-                f"{samples} samples of training data are too few for {parts}: each "
-                "needs one sample per step: start fewer processes"
+                f"{few} {world_size} processes: each needs one sample per step: start fewer "
+                "processes"
             )
         if global_batch_size > samples:
             raise InputError(

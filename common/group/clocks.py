@@ -35,10 +35,9 @@ def clock_offset_s(peer: int) -> tuple[float, float]:
     return broadcast(best)
 
 
-def host_and_its_clock() -> tuple[int, float]:
-    """The number of this rank's host, from 0, and how far its clock is ahead of rank 0's [s]."""
+def ahead_of_rank_0_s() -> float:
+    """How far the clock of this rank's host is ahead of rank 0's [s]."""
     hosts = gather(socket.gethostname())
     first_of = {host: hosts.index(host) for host in hosts}
     ahead_s = {host: clock_offset_s(rank)[0] if rank else 0.0 for host, rank in first_of.items()}
-    mine = hosts[dist.get_rank()]
-    return [*first_of].index(mine), ahead_s[mine]
+    return ahead_s[hosts[dist.get_rank()]]

@@ -72,13 +72,13 @@ _main = [all(os.environ.get(name, "0") == "0" for name in _RANKS)]
 
 def _leave(number: int, _frame: object) -> None:
     """End this process. The peers of this rank may end with another status."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun so ends the peers of a failed rank
-        note(STATUS_STOPPED)
     with _leaving:
-        while _main:
-            if _main.pop():  # said once
-                say_stopped(number)
-        run_status.stopped_early()
+        if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun so ends the peers of a failed rank
+            note(STATUS_STOPPED)
+            while _main:
+                if _main.pop():  # said once
+                    say_stopped(number)
+            run_status.stopped_early()
         end_work()
         os._exit(STATUS_STOPPED)
 

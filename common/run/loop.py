@@ -228,13 +228,13 @@ class Loop:
 
     def _padded(self, losses: Tensor) -> Tensor:
         """A rank's losses in as many numbers as any rank has."""
-        if self.batches.even:
+        if self.batches.even or not losses.dim():
             return losses
         return F.pad(losses, (0, max(self.batches.sizes) - len(losses)))
 
     def _of_batch(self, losses: Tensor) -> Tensor:
         """All ranks' losses, padded (world_size, any number), in the batch's order (samples,)."""
-        if self.batches.even:
+        if self.batches.even or losses.shape[1] < max(self.batches.sizes):
             return losses.flatten()
         return torch.cat([own[:n] for own, n in zip(losses, self.batches.sizes, strict=True)])
 

@@ -38,13 +38,13 @@ class MicroBatches:
         self.size = options.micro_batch_size(loop.batches.batch_size_per_rank)
         set_comm_hook(ddp, options)
         if options.virtual_ranks:
-            size = loop.batches.global_batch_size
+            size, shards = loop.batches.global_batch_size, options.virtual_ranks
             use_virtual_ranks(ddp, options.virtual_ranks, loop.run.options.timeout_s, options.audit)
-            own = len(shards_of(*loop.run.ranks.share, options.virtual_ranks))
-            if loop.batches.batch_size_per_rank * options.virtual_ranks != size * own:
+            own = len(shards_of(*loop.run.ranks.share, shards))
+            if size % shards or loop.batches.batch_size_per_rank * shards != size * own:
                 raise InputError(
-                    f"--virtual-ranks {options.virtual_ranks} on {loop.run.ranks.world_size} "
-                    "processes needs make_loaders(..., shards=config.parallel.virtual_ranks)"
+                    f"--virtual-ranks {shards} on {loop.run.ranks.world_size} processes needs "
+                    "make_loaders(..., shards=config.parallel.virtual_ranks)"
                 )
 
     def warm_up(self, sample: Any) -> None:

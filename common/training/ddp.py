@@ -76,10 +76,21 @@ class ParallelOptions:
         """Fit `options` to a data set, and each rank's share to its micro-batches or shards.
 
         Raises:
-            InputError: as `ScheduleOptions.fit`.
+            InputError: as `ScheduleOptions.fit`; or there are more processes than virtual ranks, or
+                unequal shares of a batch whose size is given for each rank.
         """
         shards = self.virtual_ranks
-        if shards % world_size and not options.batch_size_per_rank:
+        if shards and world_size > shards:
+            raise InputError(
+                f"--virtual-ranks {shards} is less than {world_size} processes: start {shards} or "
+                "fewer"
+            )
+        if shards % world_size:
+            if options.batch_size_per_rank:
+                raise InputError(
+                    f"--virtual-ranks {shards} gives {world_size} processes unequal shares: give "
+                    "--global-batch-size, not --batch-size-per-rank"
+                )
             return options.fit(samples, shards)
         return options.fit(samples, world_size, max(self.accumulate, shards // world_size))
 

@@ -34,7 +34,6 @@ from torch.utils._pytree import tree_map_only
 
 from common import log
 from common.data.stream import shards_of, whole_share
-from common.errors import InputError
 from common.group.process_group import gloo_does_not_disturb
 from common.replicas import fingerprint
 from common.seeds import rng_state, seed_torch, set_rng_state
@@ -58,16 +57,8 @@ def use_virtual_ranks(
         virtual_ranks: V, the number of shards.
         timeout_s: how long a rank waits for another rank.
         audit_every: steps between two steps that `replicas.audit` can look at, or 0.
-
-    Raises:
-        InputError: there are more processes than shards.
     """
     world_size = dist.get_world_size()
-    if world_size > virtual_ranks:
-        raise InputError(
-            f"--virtual-ranks {virtual_ranks} is less than {world_size} processes: start "
-            f"{virtual_ranks} or fewer"
-        )
     if virtual_ranks % world_size:
         most = -(-virtual_ranks // world_size)
         idle = 1 - virtual_ranks / (world_size * most)
@@ -177,9 +168,10 @@ class Tree:
             own.append(torch.empty_like(own[0]))
             for parameter, gradient in gradients:
                 place = gradient.storage_offset() - own[0].storage_offset()
-                view = own[-1].as_strided(gradient.size(), gradient.stride(), place)
+                view = own[-1].as_strided(gradient.size(), _strides(parameter, gradient), place)
                 view.copy_(self.later[parameter][number])
-        self.later.clear()
+        for parameter, _ in gradients:
+            self.later.pop(parameter, None)
         with nullcontext() if bucket.is_last() else self.waiting():
             self.start(self.average(own))
         if bucket.is_last():
@@ -237,6 +229,12 @@ class UnevenTree(Tree):
         yield
         whole.wait()
         own[0].div_(self.shards)
+
+
+def _strides(parameter: Tensor, gradient: Tensor) -> tuple[int, ...]:
+    """How a gradient lies in DDP's bucket: as its parameter (channels_last), if that is dense."""
+    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    return parameter.stride() if dense else gradient.stride()
 
 
 def of_all(sums: Sequence[Tensor]) -> Tensor:

@@ -91,9 +91,9 @@ def test_a_run_shorter_than_its_beginning_says_that_nothing_was_recorded(recipe:
 
 def test_ranks_of_several_hosts_share_a_clock_and_no_process() -> None:
     found = []
-    for host, ahead_s in ((0, 0.0), (1, 5.0)):
+    for rank, ahead_s in ((0, 0.0), (1, 5.0)):
         event = {"name": "aten::add", "ph": "X", "pid": 7, "tid": 7, "ts": 1e6 * (20 + ahead_s)}
-        arrange([event], rank=host, host=host, ahead_s=ahead_s)
+        arrange([event], rank, ahead_s)
         found.append(event)
     assert [event["ts"] for event in found] == [20e6, 20e6]
     assert found[0]["pid"] == 7

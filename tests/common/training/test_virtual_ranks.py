@@ -167,6 +167,45 @@ def test_the_same_bits_with_frozen_layers(pool: Pool, tmp_path: Path) -> None:
     assert_same_bits(runs[1], runs[0])
 
 
+class TwoTypes(nn.Module):
+    """DDP has a bucket for each type; the layers' order is that of neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 32), nn.Linear(32, 10)
+        self.between = nn.Linear(32, 32, dtype=torch.float64)
+
+    def _apply(self, *args: Any, **more: Any) -> "TwoTypes":
+        """Keep the types: a recipe of one's own may do without --precision."""
+        super()._apply(*args, **more)  # type: ignore[no-untyped-call]
+        self.between.double()
+        return self
+
+    def forward(self, images: Tensor) -> Tensor:
+        out = self.between(self.first(images.flatten(1)).relu().double()).relu()
+        logits: Tensor = self.last(out.float())
+        return logits
+
+
+def test_a_rank_with_two_sums_has_buckets_of_two_types(pool: Pool, tmp_path: Path) -> None:
+    options = {"optimizer": {"max_steps": 3}, "parallel": {"virtual_ranks": 8}}
+    for world_size in (1, 3):
+        pool.run(train_model, world_size, tmp_path / str(world_size), TwoTypes, options)
+    one, three = (Result(0, "", "", tmp_path / name) for name in "13")
+    assert_same_bits(three, one)
+
+
+def test_a_rank_with_two_sums_adds_them_where_the_weights_lie(pool: Pool, tmp_path: Path) -> None:
+    """DDP lays out a gradient as its parameter, here channels_last."""
+    options: dict[str, dict[str, Any]] = {
+        "model": {"channels_last": True},
+        "optimizer": {"max_steps": 3},
+        "parallel": {"virtual_ranks": 8},
+    }
+    one, three = (training(pool, n, tmp_path / str(n), **options) for n in (1, 3))
+    assert_same_bits(three, one)
+
+
 class Tricky18(nn.Module):
     """A ResNet-18 with BatchNorm and dropout."""
 
@@ -238,6 +277,7 @@ def test_shares_are_neighbouring_whole_subtrees(levels: int, data: st.DataObject
     ("world_size", "shards", "batch", "says"),
     [
         (4, 2, 96, "--virtual-ranks 2 is less than 4 processes: start 2 or fewer"),
+        (3, 2, 97, "--virtual-ranks 2 is less than 3 processes: start 2 or fewer"),
         (1, 8, 100, "--virtual-ranks 8 does not divide the global batch of 100: 96 or 104 samples"),
         (2, 32, 8, "--virtual-ranks 32 does not divide the global batch of 8: 32 samples"),
     ],
@@ -252,6 +292,17 @@ def test_shards_that_cannot_be(
             tmp_path / "run",
             optimizer={"global_batch_size": batch},
             parallel={"virtual_ranks": shards},
+        )
+
+
+def test_unequal_shares_have_no_batch_size_per_rank(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="give --global-batch-size, not --batch-size-per-rank"):
+        training(
+            pool,
+            3,
+            tmp_path / "run",
+            optimizer={"batch_size_per_rank": 32},
+            parallel={"virtual_ranks": 8},
         )
 
 
