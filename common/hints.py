@@ -117,6 +117,10 @@ _TABLE = {
     r"Cannot allocate memory|MemoryError": (
         "out of memory: try half the --global-batch-size, --precision bf16, or fewer --num-workers"
     ),
+    r"can't start new thread|pthread_create failed": (
+        "this container or user may start no more processes and threads: give it a larger "
+        "--pids-limit, or raise ulimit -u; two ranks need about 30"
+    ),
     r"Address already in use|EADDRINUSE": "give another MASTER_PORT; on one host leave it out",
     r"invalid device ordinal": (
         "fewer GPUs than processes: set --nproc to the number of GPUs that nvidia-smi lists"
