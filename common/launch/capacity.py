@@ -44,7 +44,10 @@ def _meminfo() -> dict[str, int]:
 
 
 def _of_slurm() -> Iterator[int]:
-    """The memory of a Slurm job on this node [bytes]; 0 would be all of the node's."""
+    """The memory of a Slurm job on this node [bytes]; 0 would be all of the node's.
+
+    For advice only: a shell may have these variables from another job.
+    """
     cores = os.environ.get("SLURM_CPUS_ON_NODE", "1")
     for name, times in (("SLURM_MEM_PER_NODE", "1"), ("SLURM_MEM_PER_CPU", cores)):
         given = os.environ.get(name, "0")
@@ -62,8 +65,6 @@ def _memory() -> Iterator[tuple[int, str]]:
     yield free, f"{free >> 20} MiB of memory are free"
     for limit in _of_cgroups("memory", "memory.max", "memory.limit_in_bytes"):
         yield limit + swap, f"its control group allows {(limit + swap) >> 20} MiB of memory"
-    for limit in _of_slurm():
-        yield limit, f"Slurm gives the job {limit >> 20} MiB of memory on this node"
 
 
 def _tasks() -> Iterator[tuple[int, str]]:
