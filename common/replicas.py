@@ -79,7 +79,7 @@ def audit(shards: Any, autocast: torch.autocast) -> str:
     with shards.tree.waiting():
         mine = broadcast(mine, owner)
     inputs, gradient = tree_map_only(Tensor, lambda x: x.to(device), mine)
-    again = shards.gradients_again(owner, inputs, gradient, autocast)
+    again = shards.fingerprints_again(owner, inputs, gradient, autocast)
     shards.seen = {}
     with shards.tree.waiting():
         sent = _votes(seen["sent"][parameter] for parameter in shards.trained.values())

@@ -157,14 +157,15 @@ class GlobalBatches:
                 f"processes: give {multiples_near(global_batch_size, world_size, most)}"
             )
         self.samples, self.global_batch_size, self.seed = samples, global_batch_size, seed
-        self.shards = shards = max(shards, world_size)
+        shards = max(shards, world_size)
         size = global_batch_size // shards
         self.sizes = [size * len(shards_of(r, world_size, shards)) for r in range(world_size)]
         """Samples of each rank's share."""
         self.batch_size_per_rank, self.even = self.sizes[rank], len({*self.sizes}) == 1
         self.loss_divisor = size * whole_share(world_size, shards)
         """A rank divides the sum of its losses by it; the mean over ranks is then the batch's mean.
-        Where ranks have unequal shares, virtual ranks correct it: only a power of two is exact."""
+        Of unequal shares, the largest power of two of shards that every rank has counts instead,
+        because dividing by it rounds nothing; virtual ranks make up for the rest."""
         self._begin = sum(self.sizes[:rank])
         self.steps_per_epoch = samples // global_batch_size
         self.set_epoch(0)

@@ -75,9 +75,8 @@ def _leave(number: int, _frame: object) -> None:
     with _leaving:
         if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun so ends the peers of a failed rank
             note(STATUS_STOPPED)
-            while _main:
-                if _main.pop():  # said once
-                    say_stopped(number)
+            if _main[0]:
+                say_stopped(number)
             run_status.stopped_early()
         end_work()
         os._exit(STATUS_STOPPED)

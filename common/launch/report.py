@@ -290,15 +290,16 @@ def _killed(seen: _Evidence) -> tuple[str, int] | None:
     """A killed rank reports nothing, and its peers report that it is gone."""
     for rank, status in seen.failed:
         if status < 0 and status != seen.abort:
-            what = hints.with_hint(f"{_here(rank)} was killed by {signal.Signals(-status).name}")
+            what = f"{_here(rank)} was killed by {signal.Signals(-status).name}"
+            said = hints.with_hint(what)
             if status == -signal.SIGKILL and (limit := memory_limit()):
-                what = (
-                    f"{what.partition(' (see')[0]}: this container or job may use {limit >> 20} "
+                said = (
+                    f"{what}: perhaps out of memory: this container or job may use {limit >> 20} "
                     "MiB, and each rank needs about 0.8 GB before its first batch: give it more, "
                     "or start fewer ranks"
                 )
             # On a new line, because a progress bar may be on this one.
-            return f"\nerror: {what}", STATUS_FAILED
+            return f"\nerror: {said}", STATUS_FAILED
     return None
 
 

@@ -159,19 +159,11 @@ class Tree:
 
     def average_bucket(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """DDP's hook: the backward pass calls it when a bucket of gradients is full."""
-        gradients = [*zip(bucket.parameters(), bucket.gradients(), strict=True)]
         if self.sent is not None:
-            for parameter, gradient in gradients:
-                self.sent[parameter] = of_all([gradient, *self.later.get(parameter, ())])
-        own = [bucket.buffer()]
-        for number in range(len(subtrees(self.mine)) - 1):
-            own.append(torch.empty_like(own[0]))
-            for parameter, gradient in gradients:
-                place = gradient.storage_offset() - own[0].storage_offset()
-                view = own[-1].as_strided(gradient.size(), _strides(parameter, gradient), place)
-                view.copy_(self.later[parameter][number])
-        for parameter, _ in gradients:
-            self.later.pop(parameter, None)
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                sums = [gradient, *self.later.get(parameter, ())]
+                self.sent[parameter] = fingerprint_of_sums(sums)
+        own = [bucket.buffer(), *self._later_buffers(bucket)]
         with nullcontext() if bucket.is_last() else self.waiting():
             self.start(self.average(own))
         if bucket.is_last():
@@ -182,6 +174,18 @@ class Tree:
         future: Future[Tensor] = Future()
         future.set_result(bucket.buffer())  # DDP reads it after the last bucket
         return future
+
+    def _later_buffers(self, bucket: dist.GradBucket) -> list[Tensor]:
+        """A buffer like the bucket's for each sum of this rank but the first."""
+        buffer = bucket.buffer()
+        buffers = [torch.empty_like(buffer) for _ in subtrees(self.mine)[1:]]
+        if buffers:
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                place = gradient.storage_offset() - buffer.storage_offset()
+                layout = gradient.size(), _strides(parameter, gradient), place
+                for like, value in zip(buffers, self.later.pop(parameter), strict=True):
+                    like.as_strided(*layout).copy_(value)
+        return buffers
 
 
 class UnevenTree(Tree):
@@ -237,7 +241,7 @@ def _strides(parameter: Tensor, gradient: Tensor) -> tuple[int, ...]:
     return parameter.stride() if dense else gradient.stride()
 
 
-def of_all(sums: Sequence[Tensor]) -> Tensor:
+def fingerprint_of_sums(sums: Sequence[Tensor]) -> Tensor:
     """The fingerprint of one gradient's sums."""
     first, *rest = map(fingerprint, sums)
     return sum((value * (2 * n + 3) for n, value in enumerate(rest)), start=first)
@@ -298,14 +302,13 @@ class _Shards(nn.Module):
                 out.register_hook(partial(seen.__setitem__, "output_gradient"))
         return out
 
-    def gradients_again(
+    def fingerprints_again(
         self, rank: int, inputs: Any, gradient: Tensor, autocast: torch.autocast
     ) -> list[Tensor]:
-        """Fingerprints of what `rank` sends in this step.
+        """Fingerprints of what `rank` sends in this step, computed again.
 
-        They are computed from its inputs and the gradient of its outputs.
-
-        Nothing that training uses changes. `autocast` is the context that training uses.
+        They come from the rank's inputs and the gradient of its outputs. Nothing that training uses
+        changes. `autocast` is the context that training uses.
         """
         random_state = rng_state()
         shards = self.tree.shards_of(rank)
@@ -316,7 +319,8 @@ class _Shards(nn.Module):
         terms = torch.autograd.grad(out, parameters, gradient)
         set_rng_state(random_state)
         count = len(self.trained)
-        return [of_all(add(terms[number::count], shards)) for number in range(count)]
+        sums = (add(terms[number::count], shards) for number in range(count))
+        return [*map(fingerprint_of_sums, sums)]
 
     def _run(
         self,

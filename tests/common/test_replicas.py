@@ -199,7 +199,7 @@ def test_an_audit_names_the_rank_that_computed_a_wrong_gradient(
 
 def with_a_wrong_auditor(ranks: Ranks, folder: Path, options: Any, rank: int) -> str:
     """Train; in each audit, `rank` gets a wrong bit when it computes a gradient again."""
-    original = virtual_ranks._Shards.gradients_again
+    original = virtual_ranks._Shards.fingerprints_again
 
     def wrong(shards: Any, *given: Any) -> list[Tensor]:
         gradients = original(shards, *given)
@@ -207,7 +207,7 @@ def with_a_wrong_auditor(ranks: Ranks, folder: Path, options: Any, rank: int) ->
             flip(gradients[3])
         return gradients
 
-    with patch.object(virtual_ranks._Shards, "gradients_again", wrong):
+    with patch.object(virtual_ranks._Shards, "fingerprints_again", wrong):
         try:
             run_training(ranks, folder, options)
         except TrainingError as error:

@@ -391,11 +391,11 @@ def test_resnet18_killed_on_four_goes_on_with_two_and_then_one(recipe: Recipe) -
 
 def test_an_audit_sees_every_sum_of_a_rank() -> None:
     sums = [torch.rand(3, 4) for _ in range(2)]
-    seen = virtual_ranks.of_all(sums)
-    assert seen != virtual_ranks.of_all(sums[::-1])
-    assert virtual_ranks.of_all(sums[:1]) == fingerprint(sums[0])
+    seen = virtual_ranks.fingerprint_of_sums(sums)
+    assert seen != virtual_ranks.fingerprint_of_sums(sums[::-1])
+    assert virtual_ranks.fingerprint_of_sums(sums[:1]) == fingerprint(sums[0])
     sums[1][1, 1] *= 2
-    assert seen != virtual_ranks.of_all(sums)
+    assert seen != virtual_ranks.fingerprint_of_sums(sums)
 
 
 def test_the_tree_of_eight() -> None:
