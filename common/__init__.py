@@ -27,7 +27,9 @@ Where to change what. Each room and file imports only from those below it; a tes
     data/               samples and batches
       loaders           the DataLoader and its processes; from a data set to a rank's batches
       datasets          digits, photos, Fashion-MNIST, CIFAR-10, fake data; augmentation
-      image_folder      which photos are listed, split by class, decoded
+      image_folder      which photos are in a folder; listed once per host, split by class
+      decode            a photo as a tensor: decoded, checked, cut out
+      array_file        arrays that all processes map
       workers           --num-workers
       stream            which samples form which batch, in which order
       broken            what is said of a sample that fits no batch

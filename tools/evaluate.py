@@ -24,7 +24,8 @@ import torch
 from common import cli, log
 from common.data.batches import DeviceBatches
 from common.data.datasets import Data, DataOptions, LoaderOptions, load_data
-from common.data.image_folder import ImageFiles, class_names, images_and_others, left_out, verify
+from common.data.decode import verify
+from common.data.image_folder import ImageFiles, class_names, images_and_others, left_out
 from common.data.loaders import make_loader
 from common.data.stream import Samples, eval_batch_size, fixed_batches
 from common.data.workers import choose_num_workers
@@ -105,9 +106,9 @@ def photos(run: Trained, folder: Path, ranks: Ranks) -> Samples:
         files = [(path, name) for name, (images, _) in found.items() for path in images]
         if others := [path for _, more in found.values() for path in more]:
             log.info(left_out(others))
-        paths = [path for path, _ in files][ranks.rank :: ranks.world_size]
-        refuse_unusable(paths, run.channels)
-        verify(paths, show_progress=ranks.is_main)
+        mine = files[ranks.rank :: ranks.world_size]
+        refuse_unusable([path for path, _ in mine], run.channels)
+        verify(mine, show_progress=ranks.is_main)
     labelled = [(path, run.classes.index(name)) for path, name in files]
     return Samples(ImageFiles(labelled, run.prepared), range(len(files)), 0)
 

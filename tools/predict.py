@@ -24,7 +24,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common.data.batches import DeviceBatches
-from common.data.image_folder import SUFFIXES, decoded, images_and_others, is_image, left_out
+from common.data.decode import SUFFIXES, decoded, is_image
+from common.data.image_folder import images_and_others, left_out
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
 from common.group.devices import choose_device
 from common.group.host import usable_cores
@@ -60,7 +61,7 @@ def listed(inputs: Sequence[Path], channels: int) -> tuple[list[Path], list[Path
             others += more
         elif not given.is_file():  # opening a pipe waits for its writer
             raise InputError(f"{given} is no file, but a pipe, a socket or a device: leave it out")
-        elif is_image(given):
+        elif is_image(given.name):
             found = [given]
         else:
             raise InputError(

@@ -1,7 +1,7 @@
 """The data sets: each function opens one, and returns a `Data` of two `Samples`."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common import log
-from common.data import image_folder
+from common.data import decode, image_folder
+from common.data.array_file import Texts
 from common.data.stream import Key, Samples
 from common.downloads import download_flower_photos, downloading
 from common.errors import InputError
@@ -285,7 +286,8 @@ def _refuse_closed_files(options: DataOptions) -> None:
     refuse_closed("--data-path", options.data_path)
     folder = options.data_path / _TORCHVISION[options.data][1]
     if folder.is_dir():
-        refuse_closed("--data-path", *files_below("--data-path", folder))
+        files = files_below("--data-path", folder)
+        refuse_closed("--data-path", *(Path(file.path) for file in files))
 
 
 def _torchvision_part(options: DataOptions, **more: Any) -> Any:
@@ -301,18 +303,31 @@ def image_folder_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
     with agreed():
         if ranks.is_main:
             download_flower_photos(options.data_path, wanted=options.download)
+    listing, copy = image_folder.list_once_per_host(options.data_path, ranks)
+    files = image_folder.Files(options.data_path, listing.names, listing.labels)
     with agreed():
-        names, files, train, val = image_folder.list_images(options.data_path, seed)
-        fingerprint, copy = image_folder.fingerprints(options.data_path, files)
+        parts = listing.split(seed)
     if options.verify_images:
         image_folder.verify_once(files, copy, ranks)
-    log.info(f"JPEGs are decoded by {'TorchCodec' if image_folder.fast_jpeg() else 'Pillow'}")
+    return _photos(options, seed, listing, parts, partial(image_folder.ImageFiles, files))
+
+
+def _photos(
+    options: DataOptions,
+    seed: int,
+    listing: image_folder.Listing,
+    parts: tuple[NDArray[np.int64], ...],
+    source: Callable[[Callable[[Tensor], Tensor]], Any],
+) -> Data:
+    """Photos in RGB, cut to the side that the model sees; `source` takes the function that cuts."""
+    log.info(f"JPEGs are decoded by {'TorchCodec' if decode.fast_jpeg() else 'Pillow'}")
     side = options.image_size or 224
     normal, resize = (IMAGENET_MEAN, IMAGENET_STD), [side * 256 // 224]  # as in center_crop
-    training_crop = image_folder.random_crop if options.augment else image_folder.center_crop
-    training, validation = (
-        Samples(image_folder.ImageFiles(files, partial(crop, side=side)), part, seed)
-        for part, crop in ((train, training_crop), (val, image_folder.center_crop))
+    training_crop = decode.random_crop if options.augment else decode.center_crop
+    train, val = (
+        Samples(source(partial(crop, side=side)), part, seed)
+        for part, crop in zip(parts, (training_crop, decode.center_crop), strict=True)
     )
-    held_out = [str(files[index][0].relative_to(options.data_path)) for index in val]
-    return Data(training, validation, fingerprint, names, 3, side, *normal, resize, held_out)
+    held_out = Texts(listing.names.joined, listing.names.ends, parts[1])
+    names, sha256 = listing.class_names, listing.fingerprint
+    return Data(train, val, sha256, names, 3, side, *normal, resize, held_out)

@@ -1,50 +1,105 @@
-"""A folder of images, one sub-folder per class: listed, split by class, checked, decoded."""
+"""A folder of images, one sub-folder per class: listed, split by class, checked, read."""
 
 import hashlib
 import json
 import os
+import secrets
+import socket
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import cast
+from typing import Any, overload
 
 import numpy as np
-import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
-from tqdm import tqdm
 
 from common import log
+from common.data.array_file import Texts, read_arrays, write_arrays
+from common.data.decode import SUFFIXES, decoded, is_image, verify
 from common.errors import InputError, TrainingError
 from common.group.collectives import agreed, gather
 from common.launch.ranks import Ranks
 from common.reading import files_below, refuse_closed
 from common.seeds import mix
+from common.terminal import progress_bar
 
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
-_DEEP = ("I", "F")
-"""Begin Pillow's modes of more than 8 bits per channel, which convert("RGB") cuts off."""
 
-SUFFIXES = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".webp", ".tif", ".tiff"}
+@dataclass(frozen=True)
+class Header:
+    """What is said once of a list of images."""
+
+    class_names: list[str]
+    train_count: int
+    """The images before it are to train on, the others to validate on; 0: nobody has split them."""
+    fingerprint: str
+    """SHA-256 over every image's relative path and size."""
 
 
-def list_images(
-    root: Path, seed: int
-) -> tuple[list[str], list[tuple[Path, int]], Sequence[int], Sequence[int]]:
+@dataclass(frozen=True)
+class Listing(Header):
+    """Which images there are, and of which class: in flat arrays, because there may be millions."""
+
+    names: Texts
+    """Paths relative to the folder."""
+    labels: NDArray[np.int32]
+    """(images,), places in `class_names`."""
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """The fields of `Header`."""
+        return {name: getattr(self, name) for name in Header.__dataclass_fields__}
+
+    def split(self, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Indices to train and to validate on: as the folder splits them, or else by `seed`.
+
+        Raises:
+            InputError: there are too few images to validate on.
+        """
+        if self.train_count:
+            return np.split(np.arange(len(self.labels)), [self.train_count])  # type: ignore[return-value]
+        return split_by_class(self.class_names, self.labels, seed)
+
+
+class Files(Sequence[tuple[Path, int]]):
+    """(path, class) of the images in a folder."""
+
+    def __init__(self, root: Path, names: Texts, labels: NDArray[np.int32]) -> None:
+        self.root, self.names, self.labels = root, names, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[Path, int]: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Files": ...
+    def __getitem__(self, index: int | slice) -> "tuple[Path, int] | Files":
+        """One, or some of them."""
+        if isinstance(index, slice):
+            return Files(self.root, self.names[index], self.labels[index])
+        return self.root / self.names[index], int(self.labels[index])
+
+
+def list_images(root: Path, *, show_progress: bool = False) -> tuple[Listing, str]:
     """List the images of `root`, which has one sub-folder per class, or train/ and val/ with them.
 
-    `seed` splits each class 80/20 if there are no train/ and val/.
+    Asks the file system once per file, of many at a time.
 
     Returns:
-        Class names, (path, class) of every image, and the indices to train and to validate on.
+        The images, and the SHA-256 of this copy of them. It also depends on the folder's place and
+        on the time at which each file changed. The time of its inode (ctime) shows that a file was
+        replaced, even by `cp -p`.
 
     Raises:
-        InputError: no folder, no classes, an empty class, or too few images to validate on.
+        InputError: no folder, no classes, or an empty class.
     """
     folders = [root / "train", root / "val"]
     refuse_closed("--data-path", root, *folders)
@@ -73,35 +128,106 @@ def list_images(
         raise InputError(
             f"{folders[-1]} has no folder for {', '.join(sorted(missing))}: add it, with images"
         )
-    files, *val = (_list_classes(folder, names) for folder in folders)
-    if not val:
-        return names, files, *_split_by_class(names, [label for _, label in files], seed)
-    return names, files + val[0], range(len(files)), range(len(files), len(files + val[0]))
+    return _list_classes(root, folders, names, show_progress=show_progress)
 
 
 def class_names(folder: Path) -> list[str]:
     """Names of the sub-folders, sorted."""
-    return sorted(p.name for p in folder.iterdir() if p.is_dir() and _is_data(p, folder))
+    return sorted(p.name for p in folder.iterdir() if p.is_dir() and _is_data(p.name))
 
 
 def _holds(folder: Path) -> bool:
     """Whether an image is at any depth of a folder."""
-    return any(is_image(path) for path in files_below("--data-path", folder))
+    return any(is_image(entry.name) for entry in files_below("--data-path", folder))
 
 
-def _is_data(path: Path, folder: Path) -> bool:
-    """Whether a person put `path` there, and not an editor, a notebook or macOS."""
-    parts = path.relative_to(folder).parts
-    return not any(part.startswith(".") or part == "__MACOSX" for part in parts)
+def _is_data(path: str) -> bool:
+    """Whether a person put a file there, and not an editor, a notebook or macOS."""
+    return not any(part.startswith(".") or part == "__MACOSX" for part in path.split("/"))
 
 
-def _list_classes(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
-    found = [images_and_others(folder / name) for name in names]
-    if others := [path for _, more in found for path in more]:
-        log.info(left_out(others))
-    if loose := [p for p in folder.iterdir() if is_image(p) and _is_data(p, folder)]:
-        log.warning(f"{len(loose)} images in {folder} are left out: they are in no class's folder")
-    return [(path, label) for label, (images, _) in enumerate(found) for path in images]
+@dataclass
+class _Class:
+    """The images of one class."""
+
+    joined: bytes
+    ends: NDArray[np.int64]
+    sizes: str
+    """A part of the JSON over which the fingerprint is taken."""
+    times: str
+    others: list[Path]
+
+
+def _list_classes(
+    root: Path, folders: list[Path], names: list[str], *, show_progress: bool
+) -> tuple[Listing, str]:
+    places = [folder / name for folder in folders for name in names]
+    sizes, times = hashlib.sha256(b"["), hashlib.sha256(os.fsencode(root.resolve()))
+    bar = progress_bar(None, main=show_progress, unit="image", desc="listing images", keep=False)
+    found: list[_Class] = []
+    # Threads, because a file system over a network answers many questions in the time of one.
+    with bar, ThreadPoolExecutor(min(32, len(places))) as pool:
+        for part in pool.map(lambda place: _list_class(root, place), places):
+            bar.update(len(part.ends))
+            sizes.update(f"{', ' if found else ''}{part.sizes}".encode())
+            times.update(part.times.encode())
+            found.append(part)
+    sizes.update(b"]")
+    times.update(sizes.digest())
+    counts = [len(part.ends) for part in found]
+    for number, folder in enumerate(folders):
+        parts = found[number * len(names) : (number + 1) * len(names)]
+        if others := [path for part in parts for path in part.others]:
+            log.info(left_out(others))
+        loose = [e for e in os.scandir(folder) if is_image(e.name) and _is_data(e.name)]
+        if loose := [entry for entry in loose if entry.is_file()]:
+            said = f"{len(loose)} images in {folder} are left out: they are in no class's folder"
+            log.warning(said)
+    before = np.cumsum([0, *(len(part.joined) for part in found)])
+    ends = [part.ends + start for part, start in zip(found, before[:-1], strict=True)]
+    joined = np.frombuffer(b"".join(part.joined for part in found), np.uint8)
+    labels = np.repeat(np.tile(np.arange(len(names), dtype=np.int32), len(folders)), counts)
+    train_count = sum(counts[: len(names)]) if len(folders) > 1 else 0
+    listed = Texts(joined, np.concatenate(ends))
+    listing = Listing(names, train_count, sizes.hexdigest(), listed, labels)
+    return listing, times.hexdigest()
+
+
+def _list_class(root: Path, folder: Path) -> _Class:
+    images, others = _entries(folder)
+    begin, above = len(f"{folder}/"), os.fsencode(folder.relative_to(root))
+    names, sizes, times = [], [], []
+    for entry in images:
+        status = entry.stat()
+        encoded = above + b"/" + os.fsencode(entry.path[begin:])
+        names.append(encoded)
+        # The same in every locale.
+        sizes.append((encoded.decode("utf-8", "surrogateescape"), status.st_size))
+        times.append(f" {status.st_mtime_ns} {status.st_ctime_ns}")
+    ends = np.cumsum([len(name) for name in names], dtype=np.int64)
+    return _Class(b"".join(names), ends, json.dumps(sizes)[1:-1], "".join(times), others)
+
+
+def _entries(folder: Path) -> tuple[list["os.DirEntry[str]"], list[Path]]:
+    """The images at any depth of a folder, and what is left out; both sorted, none hidden."""
+    begin = len(f"{folder}".rstrip("/")) + 1
+    images, others = [], []
+    for entry in files_below("--data-path", folder):
+        if not _is_data(entry.path[begin:]):
+            continue
+        if not is_image(entry.name) or entry.is_dir():  # a link to a folder
+            others.append(Path(entry.path))
+        elif entry.is_file():
+            images.append(entry)
+        else:
+            target = Path(entry.path).readlink()
+            raise InputError(
+                f"{entry.path} is a link to {target}, which does not exist: get the file (git "
+                "annex get, dvc pull), or remove the link"
+            )
+    if not images:
+        raise InputError(f"{folder} has no images ({', '.join(sorted(SUFFIXES))})")
+    return images, others
 
 
 def images_and_others(folder: Path) -> tuple[list[Path], list[Path]]:
@@ -113,19 +239,8 @@ def images_and_others(folder: Path) -> tuple[list[Path], list[Path]]:
     Raises:
         InputError: there are no images, or one is a link to a file that does not exist.
     """
-    files = sorted(p for p in files_below("--data-path", folder) if _is_data(p, folder))
-    images = []
-    for path in filter(is_image, files):
-        if path.is_file():  # and no link to a folder
-            images.append(path)
-        elif not path.exists():
-            raise InputError(
-                f"{path} is a link to {path.readlink()}, which does not exist: get the file (git "
-                "annex get, dvc pull), or remove the link"
-            )
-    if not images:
-        raise InputError(f"{folder} has no images ({', '.join(sorted(SUFFIXES))})")
-    return images, sorted({*files} - {*images})
+    images, others = _entries(folder)
+    return [Path(entry.path) for entry in images], others
 
 
 def left_out(files: Sequence[Path]) -> str:
@@ -135,58 +250,90 @@ def left_out(files: Sequence[Path]) -> str:
     return f"files left out, not images by their names: {len(files)} ({endings})"
 
 
-def is_image(path: Path) -> bool:
-    """Whether a file is an image by its name."""
-    return path.suffix.lower() in SUFFIXES
+def split_by_class(
+    names: list[str], labels: NDArray[np.int32], seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """80/20 within each class, by seed; a class of fewer than five images trains with all.
 
-
-def _split_by_class(names: list[str], classes: list[int], seed: int) -> tuple[list[int], list[int]]:
-    """80/20 within each class, by seed; a class of fewer than five images trains with all."""
-    train: list[int] = []
-    val: list[int] = []
-    labels = np.array(classes)
-    for label in range(len(names)):
-        generator = np.random.Generator(np.random.PCG64(mix(seed, label)))
-        order = generator.permutation(np.flatnonzero(labels == label))
+    Raises:
+        InputError: none could be kept to validate on.
+    """
+    counts = np.bincount(labels, minlength=len(names))
+    members = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
+    train, val = [], []
+    for label, own in enumerate(members):
+        order = np.random.Generator(np.random.PCG64(mix(seed, label))).permutation(own)
         cut = len(order) // 5
-        val += sorted(order[:cut].tolist())
-        train += sorted(order[cut:].tolist())
-    if not val:
+        val.append(np.sort(order[:cut]))
+        train.append(np.sort(order[cut:]))
+    if counts.max() < 5:
         raise InputError(
             "every class has fewer than five images, so none can be kept for validation: "
             "add images, or give train/ and val/ folders"
         )
-    if few := [name for label, name in enumerate(names) if (labels == label).sum() < 5]:
+    if few := [name for name, count in zip(names, counts, strict=True) if count < 5]:
         found = f"{len(few)} classes have fewer than five images, so none to validate on"
         log.warning(f"{found}: {', '.join(few[:10])}")
-    return train, val
+    return np.concatenate(train), np.concatenate(val)
 
 
-def fingerprints(root: Path, files: list[tuple[Path, int]]) -> tuple[str, str]:
-    """SHA-256 of the data, over every file's relative path and size; and SHA-256 of this copy.
+def list_once_per_host(root: Path, ranks: Ranks) -> tuple[Listing, str]:
+    """`list_images` by one rank per host; the others map its result. Calls collectives.
 
-    The second one also depends on the folder's place and on the time at which each file changed.
-    The time of its inode (ctime) shows that a file was replaced, even by `cp -p`.
+    A rank that does not see that rank's file, in another container perhaps, lists the images, too.
     """
-    listing, times = [], hashlib.sha256(os.fsencode(root.resolve()))
-    for path, _ in files:
-        status = path.stat()
-        name = os.fsencode(path.relative_to(root)).decode("utf-8", "surrogateescape")
-        listing.append((name, status.st_size))  # the same in every locale
-        times.update(f" {status.st_mtime_ns} {status.st_ctime_ns}".encode())
-    fingerprint = hashlib.sha256(json.dumps(listing).encode())
-    times.update(fingerprint.digest())
-    return fingerprint.hexdigest(), times.hexdigest()
+    inode = root.stat().st_ino if root.exists() else 0
+    homes = gather((socket.gethostname(), os.fspath(root.resolve()), inode))
+    first = homes.index(homes[ranks.rank])
+    token = secrets.token_hex()
+    listing: Listing | None = None
+    with ExitStack() as stack:
+        path = ""
+        with agreed():
+            if first == ranks.rank:
+                listing, copy = list_images(root, show_progress=ranks.is_main)
+                if homes.count(homes[first]) > 1:
+                    with suppress(OSError):  # no room, or no right to write there
+                        path = _write(stack, listing, {"copy": copy, "token": token})
+        offered = gather((path, token))
+        with agreed():
+            if listing is None:
+                listing, copy = _read(*offered[first]) or list_images(root)
+    return listing, copy
 
 
-def verify_once(files: list[tuple[Path, int]], copy: str, ranks: Ranks) -> None:
+def _write(stack: ExitStack, listing: Listing, more: dict[str, str]) -> str:
+    """The path of a file that disappears with `stack`."""
+    temporary = tempfile.NamedTemporaryFile(prefix="torch-recipes-listing-")  # noqa: SIM115
+    file, names = stack.enter_context(temporary), listing.names
+    arrays: dict[str, NDArray[Any]] = {
+        "names": names.joined,
+        "ends": names.ends,
+        "labels": listing.labels,
+    }
+    write_arrays(file, arrays, {**listing.header, **more})
+    file.flush()
+    return file.name
+
+
+def _read(path: str, token: str) -> tuple[Listing, str] | None:
+    with suppress(OSError, ValueError):
+        arrays, more = read_arrays(Path(path), check=False)
+        copy, found = more.pop("copy"), more.pop("token")
+        names = Texts(arrays["names"], arrays["ends"])
+        if found == token:
+            return Listing(**more, names=names, labels=arrays["labels"]), copy
+    return None
+
+
+def verify_once(files: Sequence[tuple[Path, int]], copy: str, ranks: Ranks) -> None:
     """Decode every image, unless this user did and no file has changed since. Calls collectives.
 
     Ranks that see the same copy of the data share the work.
 
     Args:
         files: (path, class) of every image.
-        copy: this copy's SHA-256 from `fingerprints`, taken before the images are decoded. So a
+        copy: this copy's SHA-256 from `list_images`, taken before the images are decoded. So a
             file that changes meanwhile is checked again next time.
         ranks: rank 0 shows progress.
 
@@ -205,7 +352,7 @@ def verify_once(files: list[tuple[Path, int]], copy: str, ranks: Ranks) -> None:
             log.info(f"{len(files)} images: verified before, unchanged since ({marker.parent})")
         else:
             mine = files[peers.index(dist.get_rank()) :: len(peers)]
-            verify([path for path, _ in mine], show_progress=ranks.is_main)
+            verify(mine, show_progress=ranks.is_main)
     if not known:
         log.info(f"{len(files)} images: verified, all can be decoded")
         with suppress(OSError):  # if it cannot be remembered, the next run verifies again
@@ -214,54 +361,11 @@ def verify_once(files: list[tuple[Path, int]], copy: str, ranks: Ranks) -> None:
                 marker.touch()
 
 
-def verify(paths: list[Path], *, show_progress: bool) -> None:
-    """Decode every image once, on all cores.
-
-    Raises:
-        InputError: names the first image that cannot be decoded, and counts the others; or the
-            first one that this user may not read.
-    """
-    with ThreadPoolExecutor() as pool:
-        found = tqdm(
-            pool.map(_image_fault, paths),
-            total=len(paths),
-            desc="checking images",
-            unit="image",
-            disable=not show_progress or len(paths) < 1000,
-        )
-        faults = [fault for fault in found if fault]
-    if faults:
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise InputError(f"{faults[0]}{more}: remove or replace it")
-
-
-def _image_fault(path: Path) -> str | None:
-    from PIL import Image, ImageOps
-
-    try:
-        with Image.open(path) as image:
-            if image.mode.startswith(_DEEP):
-                return f"{path} has more than 8 bits per channel (mode {image.mode})"
-            # A JPEG is then decoded at this size, which is faster and still reads the whole file.
-            image.draft("RGB", (max(1, image.width // 8), max(1, image.height // 8)))
-            image.load()
-            try:
-                ImageOps.exif_transpose(image).convert("RGB")
-            except Exception:  # TorchCodec may decode it, as it ignores some faults of EXIF data
-                decoded(path)
-    except PermissionError:
-        refuse_closed("--data-path", path)
-        raise
-    except Exception as error:  # Pillow's decoders raise many types
-        return f"{path} cannot be decoded as an image ({error})"
-    return None
-
-
 @dataclass
 class ImageFiles:
     """Images of (path, class) pairs: decoded to RGB, uint8 (3, height, width), and transformed."""
 
-    files: list[tuple[Path, int]]
+    files: Sequence[tuple[Path, int]]
     transform: Callable[[Tensor], Tensor]
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
@@ -273,59 +377,3 @@ class ImageFiles:
                 f"cannot read {path}, which was there at the start: {error}"
             ) from None
         return self.transform(image), label
-
-
-@cache
-def fast_jpeg() -> Callable[[Path], Tensor] | None:
-    """TorchCodec's JPEG decoder, which gives the same bytes as Pillow but is faster.
-
-    None if TorchCodec is not installed or does not fit this torch; it needs 2.11 or newer.
-    """
-    try:
-        from torchcodec.decoders import decode_jpeg
-    except (ImportError, OSError, RuntimeError):
-        return None
-    return cast(Callable[[Path], Tensor], decode_jpeg)
-
-
-def decoded(path: Path) -> Tensor:
-    """An RGB image as a uint8 tensor (3, height, width)."""
-    if path.suffix.lower() in (".jpg", ".jpeg") and (decode := fast_jpeg()):
-        with suppress(RuntimeError, ValueError):  # Pillow tells what is wrong, or can decode it
-            return decode(path)
-    from PIL import Image, ImageOps
-    from torchvision.transforms.v2.functional import pil_to_tensor
-
-    with Image.open(path) as opened:
-        if opened.mode.startswith(_DEEP):
-            raise ValueError(f"it has more than 8 bits per channel (mode {opened.mode})")
-        # Turned as the camera was held, as TorchCodec does it.
-        image: Tensor = pil_to_tensor(ImageOps.exif_transpose(opened).convert("RGB"))
-    return image
-
-
-def random_crop(image: Tensor, side: int) -> Tensor:
-    """torchvision's RandomResizedCrop and RandomHorizontalFlip as they are for a Pillow image.
-
-    v2's own class would resize in one call, and photos would differ by up to 0.17 of 255 grey
-    levels on average. Pillow (13, src/libImaging/Resample.c, ImagingResampleInner) and torch round
-    after each pass, but they choose the order of the two passes differently.
-    """
-    from torchvision.transforms import RandomResizedCrop
-    from torchvision.transforms.v2.functional import resize
-
-    top, left, height, width = RandomResizedCrop.get_params(image, [0.08, 1.0], [3 / 4, 4 / 3])
-    crop: Tensor = image[:, top : top + height, left : left + width]
-    if height - side > max(0, 2 * (width - side)):
-        crop = resize(crop, [side, width])
-    crop = resize(crop, [side, side])
-    return crop.flip(-1) if torch.rand(1) < 0.5 else crop
-
-
-def center_crop(image: Tensor, side: int) -> Tensor:
-    """The middle (3, side, side) of the image, whose shorter side is first resized to 8/7 side."""
-    from torchvision.transforms.v2 import functional
-
-    resized = functional.resize(image, [side * 256 // 224])
-    cropped: Tensor = functional.center_crop(resized, [side])
-    return cropped

@@ -2,7 +2,9 @@
 
 import signal
 import sys
+from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -50,7 +52,7 @@ def rank_loaders(
     largest = max([batches.batch_size_per_rank, *map(len, held_out)])
     workers = choose_num_workers(options, data.train, largest, device)
     if options.num_workers == "auto":
-        epoch = list(batches)
+        epoch = list(islice(batches, 1000))
         enough = epoch * -(-100 // len(epoch))  # a small data set several times over
         workers = fastest_num_workers(partial(load, data.train, enough), workers, device, folder)
     loader, val_loader = (
@@ -62,7 +64,7 @@ def rank_loaders(
 
 def make_loader(
     samples: Samples,
-    batches: GlobalBatches | list[list[Key]],
+    batches: GlobalBatches | Sequence[list[Key]],
     *,
     num_workers: int = 0,
     pin_memory: bool = False,

@@ -7,7 +7,7 @@ samples at any world size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ class Samples(Dataset[Any]):
     def __init__(
         self,
         source: Any,
-        indices: Sequence[int],
+        indices: Sequence[int] | NDArray[Any],
         seed: int,
         collate: Callable[[list[Any]], Any] = default_collate,
     ) -> None:
@@ -188,10 +188,13 @@ class GlobalBatches:
     def __iter__(self) -> Iterator[list[Key]]:
         """Lists of `batch_size_per_rank` keys."""
         generator = torch.Generator().manual_seed(mix(self.seed, self.epoch))
-        order = torch.randperm(self.samples, generator=generator).tolist()
+        # The same order as in int64; Python's own numbers would take 40 bytes each.
+        small = torch.int32 if self.samples < 2**31 else torch.int64
+        order = torch.randperm(self.samples, generator=generator, dtype=small)
         for batch in range(self.first_batch, self.last_batch):
             start = batch * self.global_batch_size + self._begin
-            yield [(self.epoch, index) for index in order[start : start + self.batch_size_per_rank]]
+            mine = order[start : start + self.batch_size_per_rank]
+            yield [(self.epoch, index) for index in mine.tolist()]
 
 
 def eval_batch_size(samples: int) -> int:
@@ -202,11 +205,31 @@ def eval_batch_size(samples: int) -> int:
     return min(256, max(32, samples // 64))
 
 
-def fixed_batches(samples: int, batch_size: int, rank: int, world_size: int) -> list[list[Key]]:
+def fixed_batches(samples: int, batch_size: int, rank: int, world_size: int) -> Sequence[list[Key]]:
     """This rank's batches for evaluation: over all ranks, every sample once.
 
     Whole batches are dealt out to the ranks. A batch holds the same samples at any world size, so
     each sample's result has the same bits.
     """
-    starts = range(rank * batch_size, samples, world_size * batch_size)
-    return [[(0, i) for i in range(s, min(s + batch_size, samples))] for s in starts]
+    return _FixedBatches(samples, batch_size, rank, world_size)
+
+
+class _FixedBatches(Sequence[list[Key]]):
+    """Made one by one: as one list, they would take 100 bytes per sample."""
+
+    def __init__(self, samples: int, batch_size: int, rank: int, world_size: int) -> None:
+        self.samples, self.batch_size = samples, batch_size
+        self.starts = range(rank * batch_size, samples, world_size * batch_size)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @overload
+    def __getitem__(self, index: int) -> list[Key]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[list[Key]]: ...
+    def __getitem__(self, index: int | slice) -> list[Key] | list[list[Key]]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(len(self))[index]]
+        start = self.starts[index]
+        return [(0, i) for i in range(start, min(start + self.batch_size, self.samples))]

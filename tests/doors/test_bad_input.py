@@ -257,8 +257,8 @@ def test_what_may_not_be_read_is_named_with_its_group() -> None:
         runs.mkdir()
 
         def images() -> None:
-            _, files, _, _ = list_images(photos, seed=0)
-            assert len(files) == 21
+            listing, _ = list_images(photos)
+            assert len(listing.names) == 21
 
         with as_user(12345):
             images()

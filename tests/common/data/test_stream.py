@@ -167,7 +167,7 @@ def test_evaluation_sees_every_sample_once_in_the_same_batches(count: int, world
     dealt = [fixed_batches(count, 64, rank, world) for rank in range(world)]
     everything = [keys for share in dealt for keys in share]
     assert sorted(chain(*everything)) == [(0, index) for index in range(count)]
-    assert sorted(everything) == fixed_batches(count, 64, 0, 1)
+    assert sorted(everything) == list(fixed_batches(count, 64, 0, 1))
 
 
 @pytest.mark.parametrize(("count", "world"), [(200, 2), (360, 2), (731, 8), (50_000, 8)])

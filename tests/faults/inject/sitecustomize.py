@@ -177,13 +177,13 @@ def patch_evaluation(module: Any) -> None:
 
 def patch_images(module: Any) -> None:
     """Make the check of images slow."""
-    own = module._image_fault
+    own = module.image_fault
 
     def slow(path: Path) -> str | None:
         see("IMAGE_S")
         return own(path)  # type: ignore[no-any-return]
 
-    module._image_fault = slow
+    module.image_fault = slow
 
 
 if "FAULT_STEP" in os.environ or "STEP_S" in os.environ:
@@ -197,7 +197,7 @@ if "KILLS" in os.environ:
 if "EVALUATION_S" in os.environ:
     OnImport("common.training.evaluate", patch_evaluation)
 if "IMAGE_S" in os.environ:
-    OnImport("common.data.image_folder", patch_images)
+    OnImport("common.data.decode", patch_images)
 devices = os.environ.get("DEVICES")
 if devices and int(os.environ.get("LOCAL_RANK", -1)) >= int(Path(devices).read_text()):
     os.kill(os.getpid(), signal.SIGKILL)
