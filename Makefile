@@ -6,6 +6,7 @@
 #: RUN=DIR                 a finished run (predict, evaluate, reproduce, runs)
 #: INPUT="FILE DIR ..."    images, and folders of images (predict)
 #: AGAINST=DIR             a second finished run, to compare with RUN (reproduce)
+#: DATA=DIR OUT=DIR        a folder of images, and where its packed copy goes (pack)
 #: SUITE=slow              other tests (test): slow (each recipe to its end, each fault once), slurm (a real
 #:                         cluster, started here), image (a real container engine), faults (each fault in every
 #:                         recipe; renews docs/faults.md), soak (runs killed and damaged at random)
@@ -55,7 +56,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: run runs predict evaluate new reproduce doctor tensorboard diff-ddp check format test test-slow \
+.PHONY: run runs pack predict evaluate new reproduce doctor tensorboard diff-ddp check format test test-slow \
 	test-slurm image-test faults soak gpu-check bench bench-peers image image-run image-repro image-aarch64 sbom \
 	slurm-check venv lock audit clean help venv-dev venv-peers packages packages-dev packages-peers \
 	need-run need-input need-suite
@@ -82,6 +83,9 @@ new: ## Begin a recipe of your own, as a copy of ddp_launch: make new RECIPE=NAM
 		sed 's/ddp_launch/$(RECIPE)/g' recipes/ddp_launch/$$file.py >recipes/$(RECIPE)/$$file.py; done
 	@sed -i '1s/.*/"""A copy of ddp_launch, yours to change: say here what it trains./' recipes/$(RECIPE)/train.py
 	@echo "recipes/$(RECIPE)/train.py is yours to change: docs/bring-your-own.md shows how"
+
+pack: $(INSTALLED) ## Pack photos into a few large files: make pack DATA=photos OUT=photos.packed [ARGS=--help]
+	@$(PYTHON) -m recipes pack $(DATA) $(OUT) $(ARGS)
 
 reproduce: need-run $(INSTALLED) ## Repeat a recorded run and compare the bits: make reproduce RUN=runs/ddp_launch/...
 	@$(PYTHON) -m recipes reproduce $(RUN) $(if $(AGAINST),--against $(AGAINST)) $(ARGS)

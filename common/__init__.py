@@ -27,6 +27,7 @@ Where to change what. Each room and file imports only from those below it; a tes
     data/               samples and batches
       loaders           the DataLoader and its processes; from a data set to a rank's batches
       datasets          digits, photos, Fashion-MNIST, CIFAR-10, fake data; augmentation
+      packed            photos in a few large tar files, read by index (tools/pack.py writes them)
       image_folder      which photos are in a folder; listed once per host, split by class
       decode            a photo as a tensor: decoded, checked, cut out
       array_file        arrays that all processes map

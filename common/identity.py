@@ -21,7 +21,11 @@ def decisive(options: Options, config: Any) -> Options:
     found = [o for kind in kinds for o in fields(kind) if "may_change" not in o.metadata]
     # A run of before the option was there had its `earlier` value.
     earlier = {o.name: o.metadata.get("earlier") for o in found}
-    return {name: options.get(name, earlier.get(name)) for name in ("recipe", *earlier)}
+    values = {name: options.get(name, earlier.get(name)) for name in ("recipe", *earlier)}
+    for option in found:
+        same = option.metadata.get("same_as", {})
+        values[option.name] = same.get(values[option.name], values[option.name])
+    return values
 
 
 def differences(theirs: Options, ours: Options) -> dict[str, tuple[Any, Any]]:

@@ -22,6 +22,12 @@ def since(default: T, earlier: T) -> T:
     return value
 
 
+def same_as(default: T, **others: T) -> T:
+    """Default of an option of which some values (`others`, as keywords) count as another value."""
+    value: T = field(default=default, metadata={"same_as": others})
+    return value
+
+
 def refuse_below(options: object, **least: float) -> None:
     """Raise ValueError for an option that is below the least value given here. None is allowed."""
     for name, minimum in least.items():

@@ -24,8 +24,8 @@ def _unused(values: Mapping[str, Any]) -> dict[str, str]:
     if data in ("digits", "fake"):
         other = "give --data imagefolder for a folder of photos"
         found["data_path"] = f"--data {data} reads no folder: {other}, or leave it out"
-        if not values.get("weights"):
-            found["download"] = f"--data {data} needs no download: leave it out"
+    if data in ("digits", "fake", "packed") and not values.get("weights"):
+        found["download"] = f"--data {data} needs no download: leave it out"
     photos = data == "imagefolder" and values["data_path"].name != "flower_photos"
     if photos and not values.get("weights"):
         found["download"] = (

@@ -23,6 +23,7 @@ LAUNCHED = {
 """The values of LAUNCHED in recipes/NAME/__init__.py, and their meanings."""
 
 COMMANDS = {
+    "pack DATA OUT": "photos packed into a few large files, for a cluster's file system",
     "predict RUN INPUT": "the classes of images, by the model that folder RUN holds",
     "evaluate RUN": "the exact evaluation of a finished run, on its held-out or other samples",
     "runs [FOLDER]": "all runs: how each ended, what it reached, with which options",

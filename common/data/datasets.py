@@ -16,12 +16,13 @@ from torch import Tensor
 from common import log
 from common.data import decode, image_folder
 from common.data.array_file import Texts
+from common.data.packed import PackedImages, open_on_all_ranks
 from common.data.stream import Key, Samples
 from common.downloads import download_flower_photos, downloading
 from common.errors import InputError
 from common.group.collectives import agreed
 from common.launch.ranks import Ranks
-from common.option_rules import may_change, refuse_below, since
+from common.option_rules import may_change, refuse_below, same_as, since
 from common.reading import files_below, refuse_closed
 from common.seeds import mix
 
@@ -41,7 +42,7 @@ class LoaderOptions:
 
     num_workers: int | Literal["auto"] | None = may_change(None)
     """Loading processes per rank [processes]; 0: the training process loads.
-    None: for imagefolder one per free CPU core, at most 8; else 0.
+    None: for photos one per free CPU core, at most 8; else 0.
     auto: measured at the start, and remembered in the run's folder."""
     pin_memory: bool = may_change(True)
     """Page-locked host memory for copies to a GPU. Turn it off if host memory is short."""
@@ -56,11 +57,15 @@ class LoaderOptions:
 class DataOptions(LoaderOptions):
     """What to train on, and how it is loaded."""
 
-    data: Literal["digits", "imagefolder", "fashion_mnist", "cifar10", "fake"] = "digits"
-    """Data set. digits (1,797 images of 8x8 px, from scikit-learn) needs no download."""
+    data: Literal["digits", "imagefolder", "packed", "fashion_mnist", "cifar10", "fake"] = same_as(
+        "digits", packed="imagefolder"
+    )
+    """Data set. digits (1,797 images of 8x8 px, from scikit-learn) needs no download. packed: an
+    image folder that make pack has packed; a run may change from one to the other."""
     data_path: Path | None = may_change(None)
     """Folder of the data.
-    imagefolder: one sub-folder per class, or train/ and val/ with such sub-folders."""
+    imagefolder: one sub-folder per class, or train/ and val/ with such sub-folders.
+    packed: the OUT of make pack."""
     download: bool = may_change(False)
     """Let rank 0 download what is missing: fashion_mnist or cifar10 into --data-path;
     the flower photos, if --data-path ends in flower_photos; torchvision's file of --weights."""
@@ -72,12 +77,12 @@ class DataOptions(LoaderOptions):
     shifted and mirrored; photos cut out, resized and mirrored."""
     image_size: int | None = None
     """Side of the square that the model sees [px].
-    None: digits 8, fashion_mnist 28, cifar10 and fake 32, imagefolder 224."""
+    None: digits 8, fashion_mnist 28, cifar10 and fake 32, imagefolder and packed 224."""
 
     def __post_init__(self) -> None:
         """Refuse combinations that mean nothing."""
         super().__post_init__()
-        if self.data in ("imagefolder", *_TORCHVISION) and self.data_path is None:
+        if self.data in ("imagefolder", "packed", *_TORCHVISION) and self.data_path is None:
             raise ValueError(f"--data {self.data} needs --data-path DIR")
         refuse_below(self, image_size=4)
 
@@ -89,8 +94,8 @@ class Data:
     train: Samples
     val: Samples
     fingerprint: str
-    """Changes with the data. SHA-256 over the bytes of the images and labels; imagefolder: over the
-    files' relative paths and sizes."""
+    """Changes with the data. SHA-256 over the bytes of the images and labels; imagefolder
+    and packed: over the files' relative paths and sizes."""
     class_names: Sequence[str] = ()
     channels: int = 0
     side: int = 0
@@ -101,7 +106,7 @@ class Data:
     resize: Sequence[int] = ()
     """An image's shorter side, or both, before its middle is cut out [px]; empty: no images."""
     held_out: Sequence[str] = ()
-    """imagefolder: the files to validate on, by their path in the folder."""
+    """imagefolder and packed: the files to validate on, by their path in the folder."""
 
     def __post_init__(self) -> None:
         for part, samples in (("train", self.train), ("val", self.val)):
@@ -150,6 +155,8 @@ def load_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
     """
     if options.data == "imagefolder":
         return image_folder_data(options, seed, ranks)
+    if options.data == "packed":
+        return packed_data(options, seed, ranks)
     if options.data in _TORCHVISION:
         with agreed():
             _refuse_closed_files(options)
@@ -310,6 +317,15 @@ def image_folder_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
     if options.verify_images:
         image_folder.verify_once(files, copy, ranks)
     return _photos(options, seed, listing, parts, partial(image_folder.ImageFiles, files))
+
+
+def packed_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
+    """The images of a pack, which were verified when they were packed. Calls collectives."""
+    assert options.data_path is not None
+    pack = open_on_all_ranks(options.data_path, ranks)
+    with agreed():
+        parts = pack.listing.split(seed)
+    return _photos(options, seed, pack.listing, parts, partial(PackedImages, pack))
 
 
 def _photos(

@@ -51,6 +51,8 @@ class Listing(Header):
     """Paths relative to the folder."""
     labels: NDArray[np.int32]
     """(images,), places in `class_names`."""
+    sizes: NDArray[np.int64]
+    """(images,), of the files [bytes]."""
 
     @property
     def header(self) -> dict[str, Any]:
@@ -152,7 +154,8 @@ class _Class:
 
     joined: bytes
     ends: NDArray[np.int64]
-    sizes: str
+    sizes: NDArray[np.int64]
+    names_and_sizes: str
     """A part of the JSON over which the fingerprint is taken."""
     times: str
     others: list[Path]
@@ -162,18 +165,18 @@ def _list_classes(
     root: Path, folders: list[Path], names: list[str], *, show_progress: bool
 ) -> tuple[Listing, str]:
     places = [folder / name for folder in folders for name in names]
-    sizes, times = hashlib.sha256(b"["), hashlib.sha256(os.fsencode(root.resolve()))
+    listed, times = hashlib.sha256(b"["), hashlib.sha256(os.fsencode(root.resolve()))
     bar = progress_bar(None, main=show_progress, unit="image", desc="listing images", keep=False)
     found: list[_Class] = []
     # Threads, because a file system over a network answers many questions in the time of one.
     with bar, ThreadPoolExecutor(min(32, len(places))) as pool:
         for part in pool.map(lambda place: _list_class(root, place), places):
             bar.update(len(part.ends))
-            sizes.update(f"{', ' if found else ''}{part.sizes}".encode())
+            listed.update(f"{', ' if found else ''}{part.names_and_sizes}".encode())
             times.update(part.times.encode())
             found.append(part)
-    sizes.update(b"]")
-    times.update(sizes.digest())
+    listed.update(b"]")
+    times.update(listed.digest())
     counts = [len(part.ends) for part in found]
     for number, folder in enumerate(folders):
         parts = found[number * len(names) : (number + 1) * len(names)]
@@ -188,8 +191,9 @@ def _list_classes(
     joined = np.frombuffer(b"".join(part.joined for part in found), np.uint8)
     labels = np.repeat(np.tile(np.arange(len(names), dtype=np.int32), len(folders)), counts)
     train_count = sum(counts[: len(names)]) if len(folders) > 1 else 0
-    listed = Texts(joined, np.concatenate(ends))
-    listing = Listing(names, train_count, sizes.hexdigest(), listed, labels)
+    texts = Texts(joined, np.concatenate(ends))
+    sizes = np.concatenate([part.sizes for part in found])
+    listing = Listing(names, train_count, listed.hexdigest(), texts, labels, sizes)
     return listing, times.hexdigest()
 
 
@@ -205,7 +209,9 @@ def _list_class(root: Path, folder: Path) -> _Class:
         sizes.append((encoded.decode("utf-8", "surrogateescape"), status.st_size))
         times.append(f" {status.st_mtime_ns} {status.st_ctime_ns}")
     ends = np.cumsum([len(name) for name in names], dtype=np.int64)
-    return _Class(b"".join(names), ends, json.dumps(sizes)[1:-1], "".join(times), others)
+    only_sizes = np.array([size for _, size in sizes], np.int64)
+    said = json.dumps(sizes)[1:-1]
+    return _Class(b"".join(names), ends, only_sizes, said, "".join(times), others)
 
 
 def _entries(folder: Path) -> tuple[list["os.DirEntry[str]"], list[Path]]:
@@ -306,11 +312,8 @@ def _write(stack: ExitStack, listing: Listing, more: dict[str, str]) -> str:
     """The path of a file that disappears with `stack`."""
     temporary = tempfile.NamedTemporaryFile(prefix="torch-recipes-listing-")  # noqa: SIM115
     file, names = stack.enter_context(temporary), listing.names
-    arrays: dict[str, NDArray[Any]] = {
-        "names": names.joined,
-        "ends": names.ends,
-        "labels": listing.labels,
-    }
+    arrays: dict[str, NDArray[Any]] = {"names": names.joined, "ends": names.ends}
+    arrays |= {"labels": listing.labels, "sizes": listing.sizes}
     write_arrays(file, arrays, {**listing.header, **more})
     file.flush()
     return file.name
@@ -320,9 +323,10 @@ def _read(path: str, token: str) -> tuple[Listing, str] | None:
     with suppress(OSError, ValueError):
         arrays, more = read_arrays(Path(path), check=False)
         copy, found = more.pop("copy"), more.pop("token")
-        names = Texts(arrays["names"], arrays["ends"])
         if found == token:
-            return Listing(**more, names=names, labels=arrays["labels"]), copy
+            names = Texts(arrays["names"], arrays["ends"])
+            listing = Listing(**more, names=names, labels=arrays["labels"], sizes=arrays["sizes"])
+            return listing, copy
     return None
 
 

@@ -29,7 +29,7 @@ class Samples(Dataset[Any]):
 
     Args:
         source: `source[index]` gives a sample, and may draw from Python's, NumPy's and torch's
-            generators.
+            generators. If it has a method `will_read`, that hears the indices of a batch before.
         indices: the source's indices that belong to this split.
         seed: keys the augmentation.
         collate: makes a batch of a list of samples.
@@ -69,7 +69,9 @@ class Samples(Dataset[Any]):
         """
         # If no process loads, the model's dropout draws from the same generators.
         before, samples = rng_state(), []
-        indices = [self.indices[index] for _, index in keys]
+        indices = [int(self.indices[index]) for _, index in keys]
+        if will_read := getattr(self.source, "will_read", None):
+            will_read(indices)
         try:
             for index, seed in zip(indices, self.seeds_of(keys).tolist(), strict=True):
                 seed_cpu(seed)

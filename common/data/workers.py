@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from common import log
 from common.data.datasets import LoaderOptions
 from common.data.image_folder import ImageFiles
+from common.data.packed import PackedImages
 from common.data.stream import Samples
 from common.errors import InputError
 from common.group.collectives import agreed, broadcast, gather
@@ -69,7 +70,7 @@ def choose_num_workers(
         InputError: /dev/shm is too small for the number that the user gave.
     """
     asked = options.num_workers
-    if asked == 0 or (asked is None and not isinstance(samples.source, ImageFiles)):
+    if asked == 0 or (asked is None and not isinstance(samples.source, ImageFiles | PackedImages)):
         return 0
     cores, ranks_here = cores_per_rank()
     with agreed():

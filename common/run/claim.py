@@ -97,19 +97,24 @@ def _there(path: Path) -> bool:
     return True
 
 
-def refuse_in_data(folder: Path, data_path: Path) -> None:
-    """Raise InputError if a run's folder would be, or be in, a class of its image folder."""
-    place, data = folder.resolve(), data_path.resolve()
-    if not place.is_relative_to(data):
+def refuse_in_data(
+    folder: Path, data_path: Path, option: str = "--output-dir", data: str = "--data-path"
+) -> None:
+    """Raise InputError if a folder to write into would be, or be in, a class of an image folder.
+
+    `option` and `data` name the two for the message.
+    """
+    place, images = folder.resolve(), data_path.resolve()
+    if not place.is_relative_to(images):
         return
-    parts = place.relative_to(data).parts
+    parts = place.relative_to(images).parts
     if any(part.startswith(".") for part in parts):  # hidden folders are no data
         return
     in_classes = parts[:1] in (("train",), ("val",))
-    if in_classes or not ((data / "train").is_dir() and (data / "val").is_dir()):
+    if in_classes or not ((images / "train").is_dir() and (images / "val").is_dir()):
         raise InputError(
-            f"--output-dir {folder} is in --data-path {data_path}, whose sub-folders are classes: "
-            "choose an --output-dir elsewhere"
+            f"{option} {folder} is in {data} {data_path}, whose sub-folders are classes: choose an "
+            f"{option} elsewhere"
         )
 
 

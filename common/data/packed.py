@@ -1,0 +1,201 @@
+"""Images packed into a few large tar files, with an index: read in any order, by any process.
+
+`make pack` writes them (tools/pack.py). A folder of a million files costs a cluster's file system
+millions of questions; packed, the same images cost a few dozen. Other formats of this kind shuffle
+within a buffer only, so their order depends on the number of processes. Here each image is read by
+its place in the index, so that the folder and the pack give the same samples, order and bits.
+
+The tar files are as WebDataset names them: 000000123.jpg and 000000123.cls, which holds the number
+of the class. The images lie in an order that is drawn once, not class by class. `INDEX` is a file
+of `common.data.array_file`; its arrays are
+
+    names, ends   the images' paths, as `Texts`
+    labels        int32, classes
+    shard         int32, numbers of the tar files
+    offset, size  int64 and uint32, where an image lies in its tar file [bytes]
+    crc32         uint32, checksum of its bytes
+"""
+
+import os
+import resource
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.data.array_file import Texts, read_arrays
+from common.data.decode import decoded
+from common.data.image_folder import Header, Listing
+from common.errors import InputError, TrainingError
+from common.group.collectives import agreed, gather
+from common.launch.ranks import Ranks
+from common.reading import refuse_closed
+
+INDEX = "index.bin"
+HEAD = 4096
+"""Bytes at the beginning of a tar file that the index knows by their checksum."""
+
+RESTORE = "copy it again from where it came, or pack the images again"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A tar file, as the index describes it."""
+
+    name: str
+    bytes: int
+    head_crc32: int
+
+
+class Pack:
+    """An open pack.
+
+    Args:
+        root: the folder with the tar files and the index.
+        check: read the whole index, and look at each tar file's size and first bytes.
+
+    Raises:
+        InputError: there is no index, or it is damaged, or a tar file is missing, cut off, or not
+            the one that the index describes.
+    """
+
+    def __init__(self, root: Path, *, check: bool) -> None:
+        index = root / INDEX
+        refuse_closed("--data-path", root, index)
+        if not root.is_dir():
+            raise InputError(f"--data-path {root} is not a folder")
+        if not index.is_file():
+            tars = any(path.suffix == ".tar" for path in root.iterdir())
+            how = f"DATA={root}" if tars else f"DATA={root} OUT={root}.packed"
+            raise InputError(f"--data-path {root} has no {INDEX}: make one with make pack {how}")
+        try:
+            self.arrays, more = read_arrays(index, check=check)
+            self.shards = [Shard(**entry) for entry in more["shards"]]
+            self.made: dict[str, Any] = more["made"]
+            """How: the options, versions, and the SHA-256 over all checksums."""
+            header = {name: more[name] for name in Header.__dataclass_fields__}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{index} is damaged ({error}): {RESTORE}") from None
+        self.root = root
+        names = Texts(self.arrays["names"], self.arrays["ends"])
+        labels, sizes = self.arrays["labels"], self.arrays["size"]
+        self.listing = Listing(**header, names=names, labels=labels, sizes=sizes)
+        if check:
+            for shard in self.shards:
+                self._check(shard)
+        self._files: dict[int, int] = {}
+
+    def _check(self, shard: Shard) -> None:
+        path = self.root / shard.name
+        if not path.exists():
+            raise InputError(f"{path} is missing: {RESTORE}")
+        refuse_closed("--data-path", path)
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != shard.bytes:
+                raise InputError(
+                    f"{path} has {size:,} bytes, and {shard.bytes:,} by {INDEX}: it is cut off or "
+                    f"of another pack: {RESTORE}"
+                )
+            if zlib.crc32(file.read(HEAD)) != shard.head_crc32:
+                raise InputError(
+                    f"{path} begins with other bytes than {INDEX} says: it is damaged or of "
+                    f"another pack: {RESTORE}"
+                )
+
+    def __len__(self) -> int:
+        return len(self.arrays["size"])
+
+    def name(self, index: int) -> str:
+        """Tar file, number and path of an image, for a message."""
+        shard = self.shards[int(self.arrays["shard"][index])].name
+        return f"{self.root / shard}: sample {index} ({self.listing.names[index]})"
+
+    def read(self, index: int) -> bytes:
+        """The bytes of an image.
+
+        Raises:
+            TrainingError: they cannot be read, or are not those that were packed.
+        """
+        size = int(self.arrays["size"][index])
+        try:
+            found = os.pread(self._file(index), size, int(self.arrays["offset"][index]))
+        except OSError as error:
+            raise TrainingError(
+                f"{self.name(index)} cannot be read ({error.strerror}): {RESTORE}"
+            ) from None
+        if len(found) != size or zlib.crc32(found) != self.arrays["crc32"][index]:
+            raise TrainingError(
+                f"{self.name(index)} is damaged: it is not what was packed; make pack "
+                f"OUT={self.root} ARGS=--verify names all damaged samples; {RESTORE}"
+            )
+        return found
+
+    def will_read(self, indices: Sequence[int]) -> None:
+        """Let the disk fetch these images now, in the order in which they lie on it."""
+        shard, offset = self.arrays["shard"], self.arrays["offset"]
+        for index in sorted(indices, key=lambda i: (int(shard[i]), int(offset[i]))):
+            place, size = int(offset[index]), int(self.arrays["size"][index])
+            with suppress(OSError):  # `read` says it
+                os.posix_fadvise(self._file(index), place, size, os.POSIX_FADV_WILLNEED)
+
+    def in_order_of_the_disk(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Places in `indices`, sorted by where their images lie."""
+        return np.lexsort((self.arrays["offset"][indices], self.arrays["shard"][indices]))
+
+    def _file(self, index: int) -> int:
+        number = int(self.arrays["shard"][index])
+        file = self._files.get(number)
+        if file is None:
+            path = self.root / self.shards[number].name
+            file = self._files[number] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # Else the kernel reads ahead of each image what nobody wants next.
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
+        return file
+
+
+def open_on_all_ranks(root: Path, ranks: Ranks) -> Pack:
+    """Open a pack; one rank per host checks it. Calls collectives."""
+    hosts = gather(os.uname().nodename)
+    with agreed():
+        pack = Pack(root, check=hosts.index(hosts[ranks.rank]) == ranks.rank)
+        wanted = len(pack.shards) + 256  # files that a process may have open
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 0 <= soft < wanted:  # below 0: as many as it likes
+            most = wanted if hard < 0 else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        identity = pack.made["sha256"]
+    found = gather(identity)
+    with agreed():
+        if found[ranks.rank] != found[0]:
+            raise InputError(f"--data-path {root} is another pack than on rank 0")
+    return pack
+
+
+@dataclass
+class PackedImages:
+    """The images of a pack: decoded to RGB, uint8 (3, height, width), and transformed."""
+
+    pack: Pack
+    transform: Callable[[Tensor], Tensor]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        content = self.pack.read(index)
+        try:
+            image = decoded(content, self.pack.listing.names[index])
+        except Exception as error:  # Pillow's decoders raise many types
+            raise TrainingError(
+                f"{self.pack.name(index)} cannot be decoded ({error}), which was possible when it "
+                "was packed: do both machines have the same versions of Pillow and TorchCodec?"
+            ) from None
+        return self.transform(image), int(self.pack.listing.labels[index])
+
+    def will_read(self, indices: Sequence[int]) -> None:
+        """See `Pack.will_read`."""
+        self.pack.will_read(indices)

@@ -1,0 +1,385 @@
+"""Pack a folder of images into a few large tar files, which training reads in any order.
+
+    make pack DATA=photos OUT=photos.packed
+    make run RECIPE=ddp_launch ARGS="--data packed --data-path photos.packed"
+
+Every image is decoded once, and refused if that fails. Without --largest-side the images are stored
+as they are, and training gives the same bits as on the folder. The tar files are those of
+WebDataset (000000123.jpg, 000000123.cls), beside one index. An interrupted command goes on where it
+was. The same folder gives the same bytes.
+
+    make pack DATA=shards                       only index tar files that WebDataset made, in
+                                                shards/, or in its train/ and val/
+    make pack OUT=photos.packed ARGS=--verify   compare every image with its checksum
+"""
+
+import fcntl
+import hashlib
+import io
+import json
+import tarfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import PIL
+from numpy.typing import NDArray
+
+from common.data.array_file import Texts, write_arrays
+from common.data.decode import image_fault, is_image
+from common.data.image_folder import Files, Header, Listing, list_images
+from common.data.packed import HEAD, INDEX, RESTORE, Pack, Shard
+from common.errors import InputError, TrainingError
+from common.group.host import usable_cores
+from common.option_rules import refuse_below
+from common.parse import given_path
+from common.reading import read_json, refuse_closed
+from common.run.claim import refuse_in_data
+from common.terminal import progress_bar
+from common.writing import write_bytes, write_file, write_json, writing
+from tools.command import Parser, attempt
+
+BLOCK = 512
+"""A tar file consists of blocks of so many bytes."""
+
+BEGUN = "packing.json"
+"""In a folder that is being packed: what is packed into it, and how."""
+
+WINDOW = 512
+"""Images that are in memory at once."""
+
+
+RECORD = np.dtype([("shard", "i4"), ("offset", "i8"), ("size", "u4"), ("crc32", "u4")])
+"""What the index says of an image, as `common.data.packed` describes it."""
+
+
+def record(shard: int, offset: int, content: bytes) -> tuple[int, int, int, int]:
+    """That of one image."""
+    return shard, offset, len(content), zlib.crc32(content)
+
+
+def refuse(faults: Sequence[str], advice: str) -> None:
+    """Raise InputError with the first of all faults that were found, if there are any."""
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise InputError(f"{faults[0]}{more}: {advice}")
+
+
+def smaller(content: bytes, largest_side: int, quality: int) -> bytes:
+    """An image, resized if a side is longer than `largest_side` [px], in its own format."""
+    from PIL import Image, ImageOps
+
+    with Image.open(io.BytesIO(content)) as opened:
+        if max(opened.size) <= largest_side:
+            return content
+        kind = opened.format or "PNG"
+        image = ImageOps.exif_transpose(opened)
+        image = image if image.mode in ("L", "RGB") else image.convert("RGB")
+        image.thumbnail((largest_side, largest_side), Image.Resampling.LANCZOS)
+        result = io.BytesIO()
+        image.save(result, format=kind, quality=quality)
+        return result.getvalue()
+
+
+def pack(folder: Path, out: Path, shard_bytes: int, largest_side: int, quality: int) -> str:
+    """Pack the images of `folder` into `out`, or go on with it; returns what to say of it."""
+    refuse_in_data(out, folder, "OUT", "DATA")
+    listing, copy = list_images(folder, show_progress=True)
+    made: dict[str, Any] = {"shard_bytes": shard_bytes, "of": listing.fingerprint}
+    if largest_side:
+        made |= {"largest_side": largest_side, "quality": quality, "pillow": PIL.__version__}
+    if (out / INDEX).exists():
+        found = Pack(out, check=False).made
+        if {**made, "sha256": found["sha256"]} != found:
+            raise InputError(
+                f"{out} is a pack of other images, or made otherwise: give another OUT"
+            )
+        return f"{out} is the pack of {folder} already"
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+    if not (out / BEGUN).exists() and (others := [path.name for path in out.iterdir()]):
+        raise InputError(f"{out} is not empty ({others[0]}): give another OUT")
+    with alone(out, {**made, "copy": copy}):
+        resize = partial(smaller, largest_side=largest_side, quality=quality)
+        records, shards = write_shards(
+            folder, out, listing, shard_bytes, resize if largest_side else None
+        )
+        if largest_side:
+            sizes = hash_of_sizes(listing.names, records["size"])
+            listing = replace(listing, fingerprint=sizes)
+        write_index(out, listing, records, shards, made)
+        for path in (*out.glob("*.part"), out / BEGUN):
+            path.unlink()
+    size = sum(shard.bytes for shard in shards)
+    return (
+        f"packed {len(listing.labels):,} images of {len(listing.class_names)} classes into "
+        f"{len(shards)} tar files ({size / 1e9:.1f} GB) in {out}"
+    )
+
+
+@contextmanager
+def alone(out: Path, task: dict[str, Any]) -> Iterator[None]:
+    """Only one process packs into `out`, and always the same images in the same way."""
+    path = out / BEGUN
+    if not path.exists():
+        write_json(path, task)
+    elif read_json(path) != task:
+        raise InputError(
+            f"{out} holds a pack that was begun with other images or options: remove it, or give "
+            "another OUT"
+        )
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(f"another process is packing into {out}: wait for it") from None
+        yield
+
+
+def write_shards(
+    folder: Path,
+    out: Path,
+    listing: Listing,
+    shard_bytes: int,
+    resize: Callable[[bytes], bytes] | None,
+) -> tuple[NDArray[Any], list[Shard]]:
+    """Write the tar files that are missing; returns what the index says of images and tar files.
+
+    The images are cut into tar files by their sizes before they are resized, so that it is known
+    from the beginning which image goes where.
+    """
+    files, faults = Files(folder, listing.names, listing.labels), list[str]()
+    records = np.empty(len(files), RECORD)
+    order = np.random.Generator(np.random.PCG64(0)).permutation(len(files))
+    in_tar = np.cumsum(-(-listing.sizes[order] // BLOCK) * BLOCK + 3 * BLOCK)
+    cuts = np.flatnonzero(np.diff(in_tar // shard_bytes)) + 1
+
+    def content_of(index: int) -> tuple[int, bytes]:
+        path, _ = files[index]
+        content = path.read_bytes()
+        fault = image_fault(content, str(path))
+        if fault is None and len(content) != listing.sizes[index]:
+            fault = f"{path} changed while it was packed"
+        if fault:
+            faults.append(fault)
+        elif resize:
+            content = resize(content)
+        return index, content
+
+    def write(contents: Iterator[tuple[int, bytes]], number: int, file: IO[bytes]) -> None:
+        for index, content in contents:
+            bar.update()
+            if not faults:  # else only look for more of them
+                add(file, f"{index:09d}{Path(listing.names[index]).suffix.lower()}", content)
+                place = file.tell() - padded(len(content))
+                records[index] = record(number, place, content)
+                add(file, f"{index:09d}.cls", str(listing.labels[index]).encode())
+        refuse(faults, "remove or replace it")
+        file.write(bytes(2 * BLOCK))
+
+    bar = progress_bar(len(files), unit="image", desc="packing", keep=False)
+    shards: list[Shard] = []
+    with bar, ThreadPoolExecutor(usable_cores()) as pool:
+        for number, members in enumerate(np.split(order, cuts)):
+            tar, part = out / f"{number:06d}.tar", out / f"{number:06d}.part"
+            if tar.exists() and part.exists():
+                records[members] = np.fromfile(part, RECORD)
+                bar.update(len(members))
+            else:
+                contents = ahead(pool, content_of, members.tolist())
+                write_file(tar, partial(write, contents, number))
+                write_bytes(part, records[members].tobytes())
+            shards.append(described(out, tar.name))
+    return records, shards
+
+
+def ahead(
+    pool: ThreadPoolExecutor, work: Callable[[int], Any], items: Sequence[int]
+) -> Iterator[Any]:
+    """`work` of each item, in their order, a window of them ahead of time."""
+    windows = [items[start : start + WINDOW] for start in range(0, len(items), WINDOW)]
+    following = pool.map(work, windows[0])
+    for window in [*windows[1:], []]:
+        now, following = following, pool.map(work, window)
+        yield from now
+
+
+def padded(size: int) -> int:
+    """The bytes that a file takes in a tar file."""
+    return -(-size // BLOCK) * BLOCK
+
+
+def add(file: IO[bytes], name: str, content: bytes) -> None:
+    """Add a file to a tar file: the same bytes whenever and by whomever."""
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = len(content), 0o644
+    file.write(info.tobuf(tarfile.USTAR_FORMAT))
+    file.write(content.ljust(padded(len(content)), b"\0"))
+
+
+def described(root: Path, name: str) -> Shard:
+    """A tar file as it is."""
+    with (root / name).open("rb") as file:
+        head = zlib.crc32(file.read(HEAD))
+        return Shard(name, file.seek(0, io.SEEK_END), head)
+
+
+def hash_of_sizes(names: Iterable[str], sizes: NDArray[Any]) -> str:
+    """As the fingerprint of a folder of images is taken."""
+    pairs = [list(pair) for pair in zip(names, sizes.tolist(), strict=True)]
+    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+
+
+def write_index(
+    out: Path, listing: Listing, records: NDArray[Any], shards: list[Shard], made: dict[str, Any]
+) -> None:
+    """Write the index, which makes the folder a pack."""
+    names = listing.names
+    arrays: dict[str, NDArray[Any]] = {"names": names.joined, "ends": names.ends}
+    arrays |= {"labels": listing.labels, **{n: records[n].copy() for n in RECORD.names or ()}}
+    digest = hashlib.sha256()
+    for name in ("names", "labels", "crc32"):
+        digest.update(np.ascontiguousarray(arrays[name]).data)
+    more = {**listing.header, "shards": [asdict(shard) for shard in shards]}
+    more["made"] = {**made, "sha256": digest.hexdigest()}
+    write_file(out / INDEX, partial(write_arrays, arrays=arrays, more=more))
+
+
+def index(root: Path) -> str:
+    """Index tar files that lie in `root`, or in its train/ and val/; returns what to say of it.
+
+    Raises:
+        InputError: no tar files, an image without a class, or one that cannot be decoded.
+    """
+    refuse_closed("DATA", root)
+    if not root.is_dir():
+        raise InputError(f"{root} is not a folder")
+    if (root / INDEX).exists():
+        raise InputError(f"{root} has an index: ARGS=--verify checks it; remove it to make another")
+    groups = [sorted(root.glob("*.tar"))]
+    if not groups[0]:
+        groups = [sorted((root / part).glob("*.tar")) for part in ("train", "val")]
+    if not all(groups):
+        raise InputError(f"{root} holds no tar files: to pack a folder of images, give OUT, too")
+    tars = [path for group in groups for path in group]
+    counts, names, classes = list[int](), list[str](), list[str]()
+    records, faults = list[tuple[int, ...]](), list[str]()
+    with progress_bar(len(tars), unit="tar file", desc="indexing", keep=False) as bar:
+        for number, path in enumerate(tars):
+            for name, content, offset, label in samples_in(path):
+                if fault := image_fault(content, f"{path}: {name}"):
+                    faults.append(fault)
+                records.append(record(number, offset, content))
+                names.append(name)
+                classes.append(label)
+            counts.append(len(names))
+            bar.update()
+    refuse(faults, "pack it again without this image")
+    if not names:
+        raise InputError(f"{tars[0]} holds no images")
+    known = sorted(set(classes))
+    if all(name.isdecimal() for name in known):
+        known = [str(number) for number in range(max(map(int, known)) + 1)]
+    labels = np.array([known.index(name) for name in classes], np.int32)
+    train_count = counts[len(groups[0]) - 1] if len(groups) > 1 else 0
+    table = np.array(records, RECORD)
+    header = Header(known, train_count, hash_of_sizes(names, table["size"]))
+    listing = Listing(**vars(header), names=Texts.of(names), labels=labels, sizes=table["size"])
+    shards = [described(root, str(path.relative_to(root))) for path in tars]
+    write_index(root, listing, table, shards, {"of": "tar files that were there"})
+    return f"indexed {len(names):,} images of {len(known)} classes in {len(tars)} tar files"
+
+
+def samples_in(path: Path) -> Iterator[tuple[str, bytes, int, str]]:
+    """Name, content, place and class of each image in a tar file of WebDataset.
+
+    The files of a sample follow each other, and have the same name up to the first dot.
+    """
+
+    def key(member: tarfile.TarInfo) -> str:
+        parent, _, file = member.name.rpartition("/")
+        return f"{parent}/{file.partition('.')[0]}"
+
+    try:
+        with tarfile.open(path, "r:") as tar:
+            files = (member for member in tar if member.isfile())
+            for stem, members in groupby(files, key):
+                image, label = None, None
+                for member in members:
+                    taken = tar.extractfile(member)
+                    content = taken.read() if taken else b""
+                    if is_image(member.name):
+                        image = member.name, content, member.offset_data
+                    elif member.name.endswith(".cls"):
+                        label = content.decode().strip()
+                    elif member.name.endswith(".json"):
+                        said = json.loads(content)
+                        known = [str(said[n]) for n in ("cls", "label", "class") if n in said]
+                        label = label or next(iter(known), None)
+                if image and label is None:
+                    raise InputError(
+                        f"{path}: {image[0]} has no class: add {stem.lstrip('/')}.cls to the tar "
+                        "file, with its number"
+                    )
+                if image and label is not None:
+                    yield *image, label
+    except (tarfile.TarError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path} is no tar file as WebDataset makes them ({error})") from None
+
+
+def verify(root: Path) -> str:
+    """Compare every image of a pack with its checksum; returns what to say of it.
+
+    Raises:
+        InputError: the first damaged one, and how many more there are.
+    """
+    found, faults = Pack(root, check=True), list[str]()
+
+    def look(index: int) -> None:
+        try:
+            found.read(index)
+        except TrainingError as error:
+            faults.append(str(error))
+
+    order = found.in_order_of_the_disk(np.arange(len(found))).tolist()
+    bar = progress_bar(len(found), unit="image", desc="verifying", keep=False)
+    with bar, ThreadPoolExecutor(usable_cores()) as pool:
+        for _ in ahead(pool, look, order):
+            bar.update()
+    refuse(faults, RESTORE)
+    return f"ok: {len(found):,} images in {len(found.shards)} tar files are as they were packed"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run from a command line; returns the exit status."""
+
+    def body() -> int:
+        parser = Parser("pack", __doc__)
+        option = parser.add_argument
+        option("data", type=given_path, metavar="DATA", help="folder of images, or of tar files")
+        option("out", type=given_path, metavar="OUT", nargs="?", help="folder of the pack")
+        option("--verify", action="store_true", help="compare a pack with its checksums")
+        option("--shard-mib", type=int, default=1024, help="of a tar file (default %(default)s)")
+        option("--largest-side", type=int, metavar="PX", help="resize images with a longer side")
+        option("--quality", type=int, default=90, help="of resized JPEGs (default %(default)s)")
+        given = parser.parse_args(arguments)
+        refuse_below(given, shard_mib=1, largest_side=1, quality=1)
+        if given.verify:
+            print(verify(given.out or given.data))
+        elif given.out is None:
+            print(index(given.data))
+        else:
+            size, side = given.shard_mib * 2**20, given.largest_side or 0
+            print(pack(given.data, given.out, size, side, given.quality))
+        return 0
+
+    return attempt(body)
