@@ -1,0 +1,376 @@
+"""Packed images are those of the folder, in its order, and damage is named."""
+
+import gc
+import os
+import re
+import shutil
+import sys
+import tarfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.data import image_folder, packed
+from common.data.datasets import Data, DataOptions, load_data
+from common.data.image_folder import list_images
+from common.data.packed import INDEX, Pack
+from common.errors import InputError, TrainingError
+from common.launch.ranks import Ranks
+from tests.helpers.commands import Recipe
+from tests.helpers.images import flowers, photo
+from tests.helpers.pool import Pool, in_group
+from tools import pack as tool
+
+MIB = 2**20
+CLASSES = ("daisy", "rose", "tulip")
+
+
+def photos(root: Path, per_class: int = 10) -> Path:
+    """Photos in three classes, all different, one of them a PNG, one with a strange name."""
+    for label, name in enumerate(CLASSES):
+        for number in range(per_class):
+            photo(root / name / f"{number}.v2.jpg", label * per_class + number)
+    photo(root / "rose" / "more" / "a\nb.PNG", 77)
+    photo(root / "tulip" / os.fsdecode(b"t\xfcr.jpeg"), 78)
+    return root
+
+
+def packed_copy(root: Path, out: Path, shard_bytes: int = 20_000, side: int = 0) -> Path:
+    tool.pack(root, out, shard_bytes, side, 90)
+    return out
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return photos(tmp_path_factory.mktemp("photos") / "photos")
+
+
+@pytest.fixture(scope="module")
+def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return packed_copy(folder, tmp_path_factory.mktemp("packed") / "photos.packed")
+
+
+@pytest.fixture
+def own(made: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return shutil.copytree(made, tmp_path / "own")
+
+
+def load(**options: Any) -> Data:
+    data: Data = in_group(Ranks(), lambda ranks: load_data(DataOptions(**options), 3, ranks))
+    return data
+
+
+def test_the_same_samples_split_and_hashes_as_the_folder(folder: Path, made: Path) -> None:
+    ours = load(data="packed", data_path=made, image_size=16)
+    theirs = load(data="imagefolder", data_path=folder, image_size=16)
+    assert ours.fingerprint == theirs.fingerprint
+    assert ours.indices_sha256 == theirs.indices_sha256
+    assert ours.preprocessing == theirs.preprocessing
+    assert list(ours.held_out) == list(theirs.held_out)
+    assert len(ours.held_out) == len(ours.val) == 6
+    for mine, their in ((ours.train, theirs.train), (ours.val, theirs.val)):
+        keys = [(2, index) for index in reversed(range(len(mine)))]
+        for one, other in zip(mine.__getitems__(keys), their.__getitems__(keys), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_split_of_the_folder_stays(tmp_path: Path) -> None:
+    photos(tmp_path / "own" / "train", 4)
+    photos(tmp_path / "own" / "val", 2)
+    data = load(data="packed", data_path=packed_copy(tmp_path / "own", tmp_path / "packed"))
+    assert (len(data.train), len(data.val)) == (14, 8)
+    assert all(name.startswith("val/") for name in data.held_out)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # WebDataset leaves files open
+def test_three_readers_that_others_wrote_find_the_images(
+    folder: Path, made: Path, tmp_path: Path
+) -> None:
+    """Python's tarfile, GNU tar and WebDataset: all images, with the right classes."""
+    listing, _ = list_images(folder)
+    expected = {
+        f"{number:09d}": ((folder / name).read_bytes(), int(label))
+        for number, (name, label) in enumerate(zip(listing.names, listing.labels, strict=True))
+    }
+    tars = sorted(made.glob("*.tar"))
+    assert len(tars) > 3
+    with_tarfile: dict[str, Any] = {}
+    for path in tars:
+        with tarfile.open(path) as tar:
+            members = {m.name: tar.extractfile(m).read() for m in tar}  # type: ignore[union-attr]
+        for name, content in members.items():
+            if not name.endswith(".cls"):
+                key = name.partition(".")[0]
+                with_tarfile[key] = content, int(members[f"{key}.cls"])
+    assert with_tarfile == expected
+    for path in tars:
+        assert os.spawnlp(os.P_WAIT, "tar", "tar", "-xf", str(path), "-C", str(tmp_path)) == 0
+    with_tar = {
+        path.stem: (path.read_bytes(), int(path.with_suffix(".cls").read_text()))
+        for path in tmp_path.iterdir()
+        if path.suffix != ".cls"
+    }
+    assert with_tar == expected
+    import webdataset
+
+    samples = webdataset.WebDataset([str(path) for path in tars], shardshuffle=False)
+    with_webdataset = {
+        sample["__key__"]: (
+            next(sample[kind] for kind in ("jpg", "jpeg", "png") if kind in sample),
+            int(sample["cls"]),
+        )
+        for sample in samples
+    }
+    assert with_webdataset == expected
+    del samples
+    gc.collect()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("split", [False, True])
+def test_tar_files_that_webdataset_made_are_indexed(
+    folder: Path, tmp_path: Path, split: bool
+) -> None:
+    import webdataset
+
+    listing, _ = list_images(folder)
+    parts = (tmp_path / "train", tmp_path / "val") if split else (tmp_path,)
+    for part in parts:
+        part.mkdir(exist_ok=True)
+        pattern = str(part / "shard-%04d.tar")
+        with (
+            warnings.catch_warnings(),
+            webdataset.ShardWriter(pattern, maxcount=20, verbose=0) as to,
+        ):
+            for number, (name, label) in enumerate(zip(listing.names, listing.labels, strict=True)):
+                kind = "png" if name.endswith("PNG") else "jpg"
+                to.write(
+                    {
+                        "__key__": f"{number:04d}",
+                        kind: (folder / name).read_bytes(),
+                        "cls": int(label),
+                    }
+                )
+    assert tool.index(tmp_path).startswith(
+        f"indexed {len(listing.names) * len(parts)} images of 3 classes"
+    )
+    data = load(data="packed", data_path=tmp_path, image_size=16)
+    assert data.class_names == ["0", "1", "2"]
+    gc.collect()
+    pack, theirs = data.train.source.pack, image_folder.Files(folder, listing.names, listing.labels)
+    for index, (path, label) in enumerate(theirs):
+        assert pack.read(index) == path.read_bytes()
+        assert pack.listing.labels[index] == label
+    assert len(data.val) == (len(theirs) if split else 6)
+    with pytest.raises(InputError, match="has an index"):
+        tool.index(tmp_path)
+
+
+def test_the_same_folder_gives_the_same_bytes(folder: Path, made: Path, tmp_path: Path) -> None:
+    again = packed_copy(folder, tmp_path / "again")
+    assert contents(again) == contents(made)
+    assert tool.pack(folder, again, 20_000, 0, 90) == f"{again} is the pack of {folder} already"
+    with pytest.raises(InputError, match="made otherwise: give another OUT"):
+        tool.pack(folder, again, 30_000, 0, 90)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tools import pack
+
+left, own = int(sys.argv[3]), pack.image_fault
+def counted(*args):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return own(*args)
+pack.image_fault = counted
+pack.pack(Path(sys.argv[1]), Path(sys.argv[2]), 20_000, 0, 90)
+"""
+
+
+def test_an_interrupted_pack_goes_on_to_the_same_bytes(
+    recipe: Recipe, folder: Path, made: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    for images in (8, 17):
+        command = [sys.executable, "-c", _KILLED, folder, out, str(images)]
+        assert recipe.finish(recipe.start(*command), out).status == -9
+    done = {path.name: path.stat().st_mtime_ns for path in out.glob("*.part")}
+    assert done
+    assert not (out / INDEX).exists()
+    with pytest.raises(InputError, match="begun with other images or options"):
+        tool.pack(folder, out, 30_000, 0, 90)
+    packed_copy(folder, out)
+    assert contents(out) == contents(made)
+
+
+def test_larger_images_are_made_smaller_and_the_others_stay(folder: Path, tmp_path: Path) -> None:
+    photo(folder / "rose" / "wide.jpg", 5, size=(300, 100))
+    try:
+        pack = Pack(packed_copy(folder, tmp_path / "small", side=150), check=True)
+        listing, _ = list_images(folder)
+    finally:
+        (folder / "rose" / "wide.jpg").unlink()
+    shapes = set()
+    for index, name in enumerate(listing.names):
+        if Path(name).name == "wide.jpg":
+            shapes.add(tuple(packed.decoded(pack.read(index), name).shape))
+        else:
+            assert pack.read(index) == (folder / name).read_bytes()
+    assert shapes == {(3, 50, 150)}
+    assert pack.listing.fingerprint != listing.fingerprint, "other bits"
+
+
+def cut(root: Path) -> None:
+    os.truncate(root / "000001.tar", 1000)
+
+
+def remove(root: Path) -> None:
+    (root / "000001.tar").unlink()
+
+
+def swap(root: Path) -> None:
+    (root / "000000.tar").write_bytes((root / "000001.tar").read_bytes())
+
+
+def other_pack(root: Path) -> None:
+    """A tar file of the same size, with other images."""
+    content = bytearray((root / "000001.tar").read_bytes())
+    content[600] ^= 1
+    (root / "000001.tar").write_bytes(content)
+
+
+def cut_index(root: Path) -> None:
+    os.truncate(root / INDEX, 2000)
+
+
+def flip_index(root: Path) -> None:
+    content = bytearray((root / INDEX).read_bytes())
+    content[-70] ^= 1
+    (root / INDEX).write_bytes(content)
+
+
+def remove_index(root: Path) -> None:
+    (root / INDEX).unlink()
+
+
+DAMAGES: dict[Callable[[Path], None], str] = {
+    cut: r"000001.tar has 1,000 bytes, and [\d,]+ by index.bin: it is cut off or of another pack",
+    remove: r"000001.tar is missing: copy it again",
+    swap: r"000000.tar (has|begins with other)",
+    other_pack: r"000001.tar begins with other bytes than index.bin says",
+    cut_index: r"index.bin is damaged \(it has 2,000 bytes",
+    flip_index: r"index.bin is damaged \(its checksum is wrong\)",
+    remove_index: r"has no index.bin: make one with make pack DATA=\S+own$",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_damage_is_named_before_training(own: Path, damage: Callable[[Path], None]) -> None:
+    damage(own)
+    with pytest.raises(InputError, match=DAMAGES[damage]):
+        load(data="packed", data_path=own)
+    if damage is not remove_index:
+        with pytest.raises(InputError, match=DAMAGES[damage]):
+            tool.verify(own)
+
+
+def test_a_damaged_image_is_named_when_it_is_read_and_by_verify(own: Path) -> None:
+    pack = Pack(own, check=True)
+    index = 17
+    tar = own / pack.shards[pack.arrays["shard"][index]].name
+    content = bytearray(tar.read_bytes())
+    content[int(pack.arrays["offset"][index]) + int(pack.arrays["size"][index]) - 1] ^= 1
+    tar.write_bytes(content)
+    said = f"{re.escape(str(tar))}: sample 17 \\(rose/\\S+\\) is damaged"
+    data = load(data="packed", data_path=own, image_size=16)
+    with pytest.raises(TrainingError, match=said):
+        data.train.source[index]
+    with pytest.raises(InputError, match=said):
+        tool.verify(own)
+    assert isinstance(data.train.source[16][1], int)
+
+
+def test_a_pack_of_bad_images_is_refused_with_their_number(folder: Path, tmp_path: Path) -> None:
+    bad = shutil.copytree(folder, tmp_path / "bad")
+    for name in ("0.v2.jpg", "1.v2.jpg"):
+        (bad / "daisy" / name).write_bytes(b"no image")
+    with pytest.raises(InputError, match=r"daisy/\d.v2.jpg cannot be decoded .*and 1 more.*remove"):
+        tool.pack(bad, tmp_path / "out", MIB, 0, 90)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [tool.BEGUN]
+
+
+def second_look(ranks: Ranks, root: Path, tell: bool) -> tuple[list[str], int]:
+    """What rank 1 has of the list that rank 0 made; and how often this rank listed the images."""
+    calls: list[Path] = []
+
+    def counted(root: Path, **more: Any) -> Any:
+        calls.append(root)
+        return list_images(root, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(image_folder, "list_images", counted)
+        if not tell and ranks.rank:
+            patch.setattr(image_folder, "read_arrays", lambda *_, **__: 1 / 0)
+        listing, copy = image_folder.list_once_per_host(root, ranks)
+    return [*listing.names, copy, listing.fingerprint, *map(str, listing.labels)], len(calls)
+
+
+def test_one_rank_per_host_lists_the_images(pool: Pool, folder: Path) -> None:
+    (first, one), (second, none) = pool.run(in_group, 2, second_look, folder, True)
+    assert (one, none) == (1, 0)
+    assert first == second
+    listing, copy = list_images(folder)
+    assert first[: len(listing.names) + 1] == [*listing.names, copy]
+    assert not list(Path(os.environ.get("TMPDIR", "/tmp")).glob("torch-recipes-listing-*"))
+
+
+def another(ranks: Ranks, root: Path) -> None:
+    packed.open_on_all_ranks(root / str(ranks.rank), ranks)
+
+
+def test_ranks_with_different_packs_are_refused(pool: Pool, made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made, tmp_path / "0")
+    packed_copy(photos(tmp_path / "more", 11), tmp_path / "1")
+    with pytest.raises(InputError, match="another pack than on rank 0"):
+        pool.run(in_group, 2, another, tmp_path)
+
+
+def test_folder_and_pack_give_the_same_bits_and_resume_each_other(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    """On one rank and two, with and without a loading process."""
+    flowers(tmp_path / "photos")
+    with_make = recipe.start(
+        "make",
+        "-C",
+        packed.__file__.split("/common/")[0],
+        "pack",
+        f"PYTHON={sys.executable}",
+        f"DATA={tmp_path / 'photos'}",
+        f"OUT={tmp_path / 'packed'}",
+    )
+    assert recipe.finish(with_make, tmp_path).status == 0
+    common = "--image-size 16 --epochs 2 --global-batch-size 4 --virtual-ranks 2".split()
+    folder: tuple[str | Path, ...]
+    folder = ("--data", "imagefolder", "--data-path", tmp_path / "photos", *common)
+    pack: tuple[str | Path, ...]
+    pack = ("--data", "packed", "--data-path", tmp_path / "packed", *common)
+    whole = recipe("ddp_launch", "--nproc", "1", *folder, folder="whole").assert_ok()
+    recipe("ddp_launch", "--nproc", "2", *pack, "--max-steps", "3").assert_ok()
+    recipe("ddp_launch", "--nproc", "1", *folder, "--max-steps", "6").assert_ok()
+    mixed = recipe("ddp_launch", "--nproc", "2", *pack, "--num-workers", "1").assert_ok()
+    assert mixed.sha == whole.sha
+    assert mixed.summary["resumed_from"]
