@@ -72,13 +72,15 @@ def refuse_closed(option: str, *paths: Path) -> None:
                 )
 
 
-def files_below(option: str, folder: Path | str) -> Iterator["os.DirEntry[str]"]:
+def files_below(
+    option: str, folder: Path | str, looked_into: list[str] | None = None
+) -> Iterator["os.DirEntry[str]"]:
     """All files below a folder, sorted, and links to no file or to a folder; no hidden folders.
 
     Links to folders are not followed, because they can lead in circles. A closed sub-folder is
     refused; Path.rglob would leave it out. Pipes, sockets and devices are left out: who opens a
     pipe waits for its writer. A file that is no link costs no question to the file system: its
-    kind comes with the folder's list.
+    kind comes with the folder's list. `looked_into` receives the names of all folders.
     """
     try:
         with os.scandir(folder) as found:
@@ -86,10 +88,12 @@ def files_below(option: str, folder: Path | str) -> Iterator["os.DirEntry[str]"]
     except OSError as error:
         refuse_closed(option, Path(error.filename))
         raise
+    if looked_into is not None:
+        looked_into.append(str(folder))
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             if not entry.name.startswith("."):
-                yield from files_below(option, entry.path)
+                yield from files_below(option, entry.path, looked_into)
         elif entry.is_file() or (entry.is_symlink() and _to_folder_or_nothing(entry)):
             yield entry
 

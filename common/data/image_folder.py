@@ -6,13 +6,15 @@ import os
 import secrets
 import socket
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from types import MappingProxyType
+from typing import IO, Any, overload
 
 import numpy as np
 import torch.distributed as dist
@@ -23,11 +25,12 @@ from common import log
 from common.data.array_file import Texts, read_arrays, write_arrays
 from common.data.decode import SUFFIXES, decoded, is_image, verify
 from common.errors import InputError, TrainingError
-from common.group.collectives import agreed, gather
+from common.group.collectives import gather, together
 from common.launch.ranks import Ranks
 from common.reading import files_below, refuse_closed
 from common.seeds import mix
 from common.terminal import progress_bar
+from common.writing import write_file
 
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
@@ -90,10 +93,12 @@ class Files(Sequence[tuple[Path, int]]):
         return self.root / self.names[index], int(self.labels[index])
 
 
-def list_images(root: Path, *, show_progress: bool = False) -> tuple[Listing, str]:
+def list_images(
+    root: Path, *, show_progress: bool = False, looked_into: list[str] | None = None
+) -> tuple[Listing, str]:
     """List the images of `root`, which has one sub-folder per class, or train/ and val/ with them.
 
-    Asks the file system once per file, of many at a time.
+    Asks the file system once per file, of many at a time. `looked_into` receives the folders.
 
     Returns:
         The images, and the SHA-256 of this copy of them. It also depends on the folder's place and
@@ -130,7 +135,9 @@ def list_images(root: Path, *, show_progress: bool = False) -> tuple[Listing, st
         raise InputError(
             f"{folders[-1]} has no folder for {', '.join(sorted(missing))}: add it, with images"
         )
-    return _list_classes(root, folders, names, show_progress=show_progress)
+    looked_into = [] if looked_into is None else looked_into
+    looked_into += map(str, {root, *folders})
+    return _list_classes(root, folders, names, looked_into, show_progress=show_progress)
 
 
 def class_names(folder: Path) -> list[str]:
@@ -162,7 +169,12 @@ class _Class:
 
 
 def _list_classes(
-    root: Path, folders: list[Path], names: list[str], *, show_progress: bool
+    root: Path,
+    folders: list[Path],
+    names: list[str],
+    looked_into: list[str],
+    *,
+    show_progress: bool,
 ) -> tuple[Listing, str]:
     places = [folder / name for folder in folders for name in names]
     listed, times = hashlib.sha256(b"["), hashlib.sha256(os.fsencode(root.resolve()))
@@ -170,7 +182,7 @@ def _list_classes(
     found: list[_Class] = []
     # Threads, because a file system over a network answers many questions in the time of one.
     with bar, ThreadPoolExecutor(min(32, len(places))) as pool:
-        for part in pool.map(lambda place: _list_class(root, place), places):
+        for part in pool.map(lambda place: _list_class(root, place, looked_into), places):
             bar.update(len(part.ends))
             listed.update(f"{', ' if found else ''}{part.names_and_sizes}".encode())
             times.update(part.times.encode())
@@ -197,8 +209,8 @@ def _list_classes(
     return listing, times.hexdigest()
 
 
-def _list_class(root: Path, folder: Path) -> _Class:
-    images, others = _entries(folder)
+def _list_class(root: Path, folder: Path, looked_into: list[str]) -> _Class:
+    images, others = _entries(folder, looked_into)
     begin, above = len(f"{folder}/"), os.fsencode(folder.relative_to(root))
     names, sizes, times = [], [], []
     for entry in images:
@@ -214,11 +226,13 @@ def _list_class(root: Path, folder: Path) -> _Class:
     return _Class(b"".join(names), ends, only_sizes, said, "".join(times), others)
 
 
-def _entries(folder: Path) -> tuple[list["os.DirEntry[str]"], list[Path]]:
+def _entries(
+    folder: Path, looked_into: list[str] | None = None
+) -> tuple[list["os.DirEntry[str]"], list[Path]]:
     """The images at any depth of a folder, and what is left out; both sorted, none hidden."""
     begin = len(f"{folder}".rstrip("/")) + 1
     images, others = [], []
-    for entry in files_below("--data-path", folder):
+    for entry in files_below("--data-path", folder, looked_into):
         if not _is_data(entry.path[begin:]):
             continue
         if not is_image(entry.name) or entry.is_dir():  # a link to a folder
@@ -283,51 +297,119 @@ def split_by_class(
     return np.concatenate(train), np.concatenate(val)
 
 
-def list_once_per_host(root: Path, ranks: Ranks) -> tuple[Listing, str]:
+def list_once_per_host(root: Path, ranks: Ranks, index: Path | None = None) -> tuple[Listing, str]:
     """`list_images` by one rank per host; the others map its result. Calls collectives.
 
     A rank that does not see that rank's file, in another container perhaps, lists the images, too.
+
+    Args:
+        index: where the result is kept for the next run; None: nowhere.
     """
     inode = root.stat().st_ino if root.exists() else 0
     homes = gather((socket.gethostname(), os.fspath(root.resolve()), inode))
     first = homes.index(homes[ranks.rank])
     token = secrets.token_hex()
-    listing: Listing | None = None
     with ExitStack() as stack:
-        path = ""
-        with agreed():
-            if first == ranks.rank:
-                listing, copy = list_images(root, show_progress=ranks.is_main)
-                if homes.count(homes[first]) > 1:
-                    with suppress(OSError):  # no room, or no right to write there
-                        path = _write(stack, listing, {"copy": copy, "token": token})
-        offered = gather((path, token))
-        with agreed():
-            if listing is None:
-                listing, copy = _read(*offered[first]) or list_images(root)
-    return listing, copy
+
+        def own() -> tuple[tuple[Listing, str] | None, str]:
+            if first != ranks.rank:
+                return None, ""
+            found = kept_list(root, index, ranks) if index else None
+            found = found or list_images(root, show_progress=ranks.is_main)
+            path = ""
+            if homes.count(homes[first]) > 1:
+                with suppress(OSError):  # no room, or no right to write there
+                    temporary = tempfile.NamedTemporaryFile(prefix="torch-recipes-listing-")  # noqa: SIM115
+                    file = stack.enter_context(temporary)
+                    _write(file, *found, {"token": token})
+                    path = file.name
+            return found, path
+
+        found, path = together(own)
+        path, token = gather((path, token))[first]
+        found = together(lambda: found or _read(path, token) or list_images(root))
+    return found
 
 
-def _write(stack: ExitStack, listing: Listing, more: dict[str, str]) -> str:
-    """The path of a file that disappears with `stack`."""
-    temporary = tempfile.NamedTemporaryFile(prefix="torch-recipes-listing-")  # noqa: SIM115
-    file, names = stack.enter_context(temporary), listing.names
-    arrays: dict[str, NDArray[Any]] = {"names": names.joined, "ends": names.ends}
-    arrays |= {"labels": listing.labels, "sizes": listing.sizes}
-    write_arrays(file, arrays, {**listing.header, **more})
+def kept_list(root: Path, index: Path, ranks: Ranks) -> tuple[Listing, str] | None:
+    """The list in `index`, if no folder has changed since; else a new one, which is kept there.
+
+    A folder changes when a file in it is added, removed or renamed, but not when one is written
+    in its place. A change within two seconds before the list was made might not show.
+
+    Raises:
+        InputError: `index` is another file, or cannot be written.
+    """
+    refuse_closed("--data-index", index)
+    if index.exists():
+        try:
+            arrays, more = read_arrays(index, check=True)
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"--data-index {index} is no list of images ({error}): remove it, or give another"
+            ) from None
+        folders = Texts(arrays["folders"], arrays["folder_ends"])
+        begun_ns, there = more.pop("begun_ns"), more.pop("root")
+        times = arrays["folder_times_ns"]
+        if there != os.fspath(root.resolve()):
+            log.info(f"--data-index {index} is of {there}: {root} is listed anew")
+        elif len(times) and times.max() > begun_ns - 2 * 10**9:
+            log.info(f"--data-index {index} was made while folders changed: they are listed anew")
+        elif np.array_equal(_times_ns(folders), times):
+            log.info(f"{len(arrays['labels'])} images: listed before ({index}); no folder changed")
+            return _listing(arrays, more)
+        else:
+            log.info(f"folders changed since --data-index {index} was made: they are listed anew")
+    begun_ns, looked_into = time.time_ns(), list[str]()
+    found = list_images(root, show_progress=ranks.is_main, looked_into=looked_into)
+    if ranks.is_main:
+        names = Texts.of(sorted(looked_into))
+        arrays = {"folders": names.joined, "folder_ends": names.ends}
+        arrays["folder_times_ns"] = _times_ns(names)
+        more = {"begun_ns": begun_ns, "root": os.fspath(root.resolve())}
+        try:
+            write_file(index, lambda file: _write(file, *found, more, arrays))
+        except TrainingError as error:
+            raise InputError(f"--data-index: {error}") from None
+    return found
+
+
+def _times_ns(folders: Sequence[str]) -> NDArray[np.int64]:
+    """When each folder's list of files changed last; 0: it is gone."""
+    times = np.zeros(len(folders), np.int64)
+    for place, folder in enumerate(folders):
+        with suppress(OSError):
+            status = Path(folder).stat()
+            times[place] = max(status.st_mtime_ns, status.st_ctime_ns)
+    return times
+
+
+def _write(
+    file: IO[bytes],
+    listing: Listing,
+    copy: str,
+    more: dict[str, Any],
+    arrays: Mapping[str, NDArray[Any]] = MappingProxyType({}),
+) -> None:
+    names = listing.names
+    own: dict[str, NDArray[Any]] = {"names": names.joined, "ends": names.ends}
+    own |= {"labels": listing.labels, "sizes": listing.sizes, **arrays}
+    write_arrays(file, own, {**listing.header, "copy": copy, **more})
     file.flush()
-    return file.name
 
 
 def _read(path: str, token: str) -> tuple[Listing, str] | None:
     with suppress(OSError, ValueError):
         arrays, more = read_arrays(Path(path), check=False)
-        copy, found = more.pop("copy"), more.pop("token")
-        if found == token:
-            names = Texts(arrays["names"], arrays["ends"])
-            listing = Listing(**more, names=names, labels=arrays["labels"], sizes=arrays["sizes"])
-            return listing, copy
+        if more.pop("token") == token:
+            return _listing(arrays, more)
     return None
+
+
+def _listing(arrays: Mapping[str, NDArray[Any]], header: dict[str, Any]) -> tuple[Listing, str]:
+    copy, names = header.pop("copy"), Texts(arrays["names"], arrays["ends"])
+    listing = Listing(**header, names=names, labels=arrays["labels"], sizes=arrays["sizes"])
+    return listing, copy
 
 
 def verify_once(files: Sequence[tuple[Path, int]], copy: str, ranks: Ranks) -> None:
@@ -351,13 +433,11 @@ def verify_once(files: Sequence[tuple[Path, int]], copy: str, ranks: Ranks) -> N
     found = gather((copy, known))
     peers = [rank for rank, (other, _) in enumerate(found) if other == copy]
     known = all(found[rank][1] for rank in peers)
-    with agreed():
-        if known:
-            log.info(f"{len(files)} images: verified before, unchanged since ({marker.parent})")
-        else:
-            mine = files[peers.index(dist.get_rank()) :: len(peers)]
-            verify(mine, show_progress=ranks.is_main)
-    if not known:
+    mine = files[len(files) if known else peers.index(dist.get_rank()) :: len(peers)]
+    together(lambda: verify(mine, show_progress=ranks.is_main) if mine else None)
+    if known:
+        log.info(f"{len(files)} images: verified before, unchanged since ({marker.parent})")
+    else:
         log.info(f"{len(files)} images: verified, all can be decoded")
         with suppress(OSError):  # if it cannot be remembered, the next run verifies again
             if marker.is_absolute():

@@ -16,12 +16,15 @@ of `common.data.array_file`; its arrays are
     crc32         uint32, checksum of its bytes
 """
 
+import fcntl
 import os
 import resource
+import shutil
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +36,11 @@ from common.data.array_file import Texts, read_arrays
 from common.data.decode import decoded
 from common.data.image_folder import Header, Listing
 from common.errors import InputError, TrainingError
-from common.group.collectives import agreed, gather
+from common.group.collectives import agreed, gather, together
 from common.launch.ranks import Ranks
 from common.reading import refuse_closed
+from common.terminal import progress_bar
+from common.writing import write_file, writing
 
 INDEX = "index.bin"
 HEAD = 4096
@@ -176,6 +181,58 @@ def open_on_all_ranks(root: Path, ranks: Ranks) -> Pack:
         if found[ranks.rank] != found[0]:
             raise InputError(f"--data-path {root} is another pack than on rank 0")
     return pack
+
+
+def copied_once_per_host(root: Path, local: Path, ranks: Ranks) -> Path:
+    """A copy of the pack in a folder in `local`, made by one rank per host. Calls collectives.
+
+    A copy that is there already and whole is used as it is; an interrupted one is continued.
+
+    Raises:
+        InputError: `root` is no pack, or `local` has too little room or may not be written.
+    """
+    hosts = gather(os.uname().nodename)
+
+    def body() -> Path:
+        pack = Pack(root, check=False)
+        target = local / f"{root.name}-{pack.made['sha256'][:16]}"
+        if hosts.index(hosts[ranks.rank]) == ranks.rank:
+            try:
+                copy(pack, target, show_progress=ranks.is_main)
+            except TrainingError as error:
+                raise InputError(f"--data-local {local}: {error}") from None
+        return target
+
+    return together(body)
+
+
+def copy(pack: Pack, target: Path, *, show_progress: bool) -> None:
+    """Copy the files of a pack that are missing in `target`, the index at last."""
+    sizes = {shard.name: shard.bytes for shard in pack.shards}
+    with writing(target):
+        target.mkdir(parents=True, exist_ok=True)
+    with (target / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another job on this host may be copying it
+        if (target / INDEX).exists():
+            Pack(target, check=True)
+            return
+        left = {n: s for n, s in sizes.items() if not (target / n).exists()}
+        free = shutil.disk_usage(target).free
+        if sum(left.values()) > free:
+            raise InputError(
+                f"--data-local {target.parent} has {free / 1e9:.1f} GB left, and "
+                f"{pack.root} needs {sum(left.values()) / 1e9:.1f} GB: make room, or leave it out"
+            )
+        bar = progress_bar(
+            len(left), main=show_progress, unit="tar file", desc="copying", keep=False
+        )
+        with bar:
+            for name in (*left, INDEX):
+                (target / name).parent.mkdir(exist_ok=True)
+                with (pack.root / name).open("rb") as file:
+                    write_file(target / name, partial(shutil.copyfileobj, file, length=2**22))
+                bar.update()
+    Pack(target, check=True)
 
 
 @dataclass

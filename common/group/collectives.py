@@ -1,6 +1,7 @@
 """What ranks tell each other besides gradients: gather, broadcast, and agree on an error."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -47,6 +48,37 @@ def gather_numbers(values: Tensor) -> Tensor:
     numbers[dist.get_rank()] = values.reshape(-1)
     dist.all_reduce(numbers)  # exact: adds zeros to each number
     return numbers
+
+
+def together(work: Callable[[], T]) -> T:
+    """`work()` of each rank, which may take far longer on some; it calls no collective itself.
+
+    A rank that waited for the others in one collective would give up after --timeout-s.
+
+    Raises:
+        InputError, PeerError: as `agreed`.
+    """
+    if dist.get_world_size() == 1:
+        return work()
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def body() -> None:
+        try:
+            results.append(work())
+        except Exception as error:  # raised below, on all ranks
+            errors.append(error)
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    wait_s = 0.001
+    while not all(gather(not thread.is_alive())):
+        thread.join(wait_s)
+        wait_s = min(2 * wait_s, 1.0)
+    with agreed():
+        if errors:
+            raise errors[0]
+    return results[0]
 
 
 @contextmanager

@@ -16,10 +16,12 @@ import torch
 
 from common.data import image_folder, packed
 from common.data.datasets import Data, DataOptions, load_data
+from common.data.decode import decoded
 from common.data.image_folder import list_images
 from common.data.packed import INDEX, Pack
 from common.errors import InputError, TrainingError
 from common.launch.ranks import Ranks
+from common.writing import write_file
 from tests.helpers.commands import Recipe
 from tests.helpers.images import flowers, photo
 from tests.helpers.pool import Pool, in_group
@@ -205,8 +207,8 @@ def test_an_interrupted_pack_goes_on_to_the_same_bytes(
 ) -> None:
     out = tmp_path / "out"
     for images in (8, 17):
-        command = [sys.executable, "-c", _KILLED, folder, out, str(images)]
-        assert recipe.finish(recipe.start(*command), out).status == -9
+        process = recipe.start(sys.executable, "-c", _KILLED, folder, out, str(images))
+        assert recipe.finish(process, out).status == -9
     done = {path.name: path.stat().st_mtime_ns for path in out.glob("*.part")}
     assert done
     assert not (out / INDEX).exists()
@@ -226,7 +228,7 @@ def test_larger_images_are_made_smaller_and_the_others_stay(folder: Path, tmp_pa
     shapes = set()
     for index, name in enumerate(listing.names):
         if Path(name).name == "wide.jpg":
-            shapes.add(tuple(packed.decoded(pack.read(index), name).shape))
+            shapes.add(tuple(decoded(pack.read(index), name).shape))
         else:
             assert pack.read(index) == (folder / name).read_bytes()
     assert shapes == {(3, 50, 150)}
@@ -374,3 +376,56 @@ def test_folder_and_pack_give_the_same_bits_and_resume_each_other(
     mixed = recipe("ddp_launch", "--nproc", "2", *pack, "--num-workers", "1").assert_ok()
     assert mixed.sha == whole.sha
     assert mixed.summary["resumed_from"]
+
+
+def local_copy(ranks: Ranks, root: Path, local: Path) -> tuple[Path, int]:
+    """Where the pack is copied to, and how many files this rank copied."""
+    written: list[Path] = []
+
+    def counted(path: Path, write: Any, *more: Any) -> None:
+        written.append(path)
+        write_file(path, write, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed, "write_file", counted)
+        return packed.copied_once_per_host(root, local, ranks), len(written)
+
+
+def test_one_rank_copies_the_pack_to_the_hosts_own_disk(
+    pool: Pool, made: Path, tmp_path: Path
+) -> None:
+    files = len(contents(made))
+    (target, first), (same, second) = pool.run(in_group, 2, local_copy, made, tmp_path / "local")
+    assert (target, second) == (same, 0)
+    assert first == files
+    copied = contents(target)
+    assert copied.pop(".lock") == b""
+    assert copied == contents(made)
+    assert in_group(Ranks(), local_copy, made, tmp_path / "local") == (target, 0), "used again"
+    (target / INDEX).unlink()
+    (target / "000001.tar").unlink()
+    assert in_group(Ranks(), local_copy, made, tmp_path / "local") == (target, 2), "continued"
+    os.truncate(target / "000000.tar", 5)
+    with pytest.raises(InputError, match="has 5 bytes"):
+        in_group(Ranks(), local_copy, made, tmp_path / "local")
+
+
+def test_a_local_disk_without_room_is_refused(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(InputError, match=r"--data-local \S+ has 0.0 GB left, and \S+ needs"):
+        load(data="packed", data_path=made, data_local=tmp_path / "full")
+
+
+def test_blocks_hold_images_that_lie_side_by_side(made: Path) -> None:
+    data = load(data="packed", data_path=made, shuffle_block=3)
+    assert data.blocks
+    pack, indices = data.train.source.pack, data.train.indices
+    places = [
+        (int(pack.arrays["shard"][i]), int(pack.arrays["offset"][i]))
+        for i in (indices[place] for place in data.blocks.order)
+    ]
+    assert places == sorted(places)
+    assert sorted(data.blocks.order) == list(range(len(data.train)))
