@@ -201,6 +201,8 @@ slurm-check: $(INSTALLED) ## Check a Slurm site before a long run: directives, n
 
 venv: ## Make or renew the Python environment (other targets do this by themselves)
 	@cmp -s $(LOCK) $(VENV)/lock.txt || { set -e; \
+	test "$$(uname -s)" != Darwin || { echo "error: this is macOS, and the recipes need Linux: use the container \
+	(docker/README.md)" >&2; exit 2; }; \
 	test -f $(LOCK) || { echo "error: no stack $(STACK): STACK is one of $(STACKS)" >&2; exit 2; }; \
 	python3 -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
 		{ echo "error: python3 is $$(python3 --version): 3.11 to 3.13 is needed" >&2; exit 2; }; \

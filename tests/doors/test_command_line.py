@@ -739,6 +739,23 @@ def test_make_names_the_package_of_the_module_venv(recipe: Recipe) -> None:
     assert not list(copy.glob(".venv*"))
 
 
+def test_make_installs_nothing_on_macos_and_names_the_container(recipe: Recipe) -> None:
+    need("make")
+    copy, programs = recipe.tmp_path / "copy", recipe.tmp_path / "programs"
+    (copy / "docker" / "stacks").mkdir(parents=True)
+    (copy / "docker" / "stacks" / "cu132.txt").write_text("# nothing\n")
+    shutil.copy(ROOT / "Makefile", copy)
+    programs.mkdir()
+    (programs / "uname").write_text("#!/bin/sh\necho Darwin\n")
+    (programs / "uname").chmod(0o755)
+    env = {"PATH": f"{programs}:{os.environ['PATH']}"}
+    result = recipe.finish(recipe.start("make", "-C", copy, "venv", env=env), copy)
+    assert (result.status, len(result.errors)) == (2, 1)
+    assert "this is macOS" in result.errors[0]
+    assert "container (docker/README.md)" in result.errors[0]
+    assert not list(copy.glob(".venv*"))
+
+
 @pytest.mark.slow
 def test_a_run_keeps_its_environment_while_make_venv_renews_it(recipe: Recipe) -> None:
     """With lock files that install nothing."""

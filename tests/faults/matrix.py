@@ -13,7 +13,7 @@ from tools.bench import put_between
 
 RESULT = Path(__file__).parent / "results" / "matrix.json"
 BEGIN, END = "<!-- faults: written by make test SUITE=faults -->", "<!-- end of faults -->"
-SHORTEST = 15
+SHORTEST = 10
 """Words of a line that the table shows at least, if the line has them."""
 
 _NUMBERS = {
@@ -53,7 +53,8 @@ def _beginning(line: str) -> str:
         line = re.sub(pattern, name, line)
     clauses = re.split(r"(?<=[:;,]) ", line)
     beginnings = (" ".join(clauses[:end]) for end in range(1, len(clauses)))
-    return next((f"{text} ..." for text in beginnings if len(text.split()) >= SHORTEST), line)
+    whole = (text for text in beginnings if text.count("(") == text.count(")"))
+    return next((f"{text} ..." for text in whole if len(text.split()) >= SHORTEST), line)
 
 
 def _joined(faults: list[str]) -> str:
