@@ -34,7 +34,7 @@ from tools.command import Parser, attempt
 from tools.fresh import run_fresh
 
 PARTS = ("step", "input", "snapshots", "network")
-ON_DEMAND = ("learning", "portable")
+ON_DEMAND = ("learning", "portable", "scale")
 """Measured when named: they take long."""
 
 SHOWN = (

@@ -1,0 +1,418 @@
+"""What many images cost: the start of a run, memory, questions to the file system, reading.
+
+It needs root, to empty the page cache, and strace. A million images are hard links to a thousand.
+"""
+
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+from torchvision import transforms
+from torchvision.datasets import ImageFolder
+
+from common.data.array_file import Texts
+from common.data.datasets import IMAGENET_MEAN, IMAGENET_STD, DataOptions, load_data
+from common.data.image_folder import Listing
+from common.data.loaders import rank_loaders
+from common.data.packed import Pack
+from common.errors import InputError
+from common.figure import save_figure
+from common.group.process_group import process_group
+from common.launch.process import keep_freed_memory
+from common.launch.ranks import Ranks
+from common.terminal import progress_bar
+from recipes.tune_loader.compare import write_photos
+from tools import pack
+from tools.comparison import in_turn, spread
+from tools.fresh import fresh_environment, run_fresh
+
+COUNTS = (10**4, 10**5, 10**6)
+CLASSES, LINKED, WORKERS = 1000, 1000, 2
+CPU = torch.device("cpu")
+OPTIONS = {"nproc": 2, "num-workers": 2, "image-size": 32, "global-batch-size": 64, "log-every": 1}
+STARTS = {
+    "folder": "folder",
+    "kept": "folder, `--data-index` kept",
+    "packed": "packed",
+}
+READERS = {
+    "folder": "`--data imagefolder`",
+    "packed": "`--data packed`",
+    "blocks": "`--data packed --shuffle-block 64`",
+    "ImageFolder": "torchvision's ImageFolder",
+    "WebDataset": "WebDataset, a buffer of 1,000",
+}
+SIZES = {"64 px to 32": (32, 20_000), "500 px to 224": (224, 600)}
+"""Side of the crop [px], and how many images are read."""
+
+
+def write_images(root: Path, count: int) -> None:
+    """A folder of `count` links to LINKED images of 64 px, in CLASSES classes."""
+    base, random = root.parent / "linked", np.random.default_rng(0)
+    if not base.exists():
+        base.mkdir()
+        for number in range(LINKED):
+            small = random.integers(0, 255, (4, 4, 3), dtype=np.uint8)
+            Image.fromarray(small).resize((64, 64)).save(base / f"{number}.jpg", quality=85)
+    for label in range(CLASSES):
+        folder = root / f"class_{label:04d}"
+        folder.mkdir(parents=True)
+        for number in range(count // CLASSES):
+            source = base / f"{(label * 7 + number) % LINKED}.jpg"
+            os.link(source, folder / f"{number:06d}.jpg")
+
+
+def options_of(kind: str, folder: Path, count: int) -> list[str]:
+    """How a recipe is told what to train on."""
+    if kind == "packed":
+        return ["--data", "packed", "--data-path", str(folder / f"{count}.packed")]
+    index = ["--data-index", str(folder / f"{count}.index")] if kind == "kept" else []
+    path = str(folder / str(count))
+    return ["--data", "imagefolder", "--data-path", path, "--no-verify-images", *index]
+
+
+def command(kind: str, folder: Path, count: int, out: Path) -> list[str]:
+    """A run's command line."""
+    given = [word for name, value in OPTIONS.items() for word in (f"--{name}", str(value))]
+    data = options_of(kind, folder, count)
+    words = ["-m", "recipes", "ddp_launch", *given, *data, "--output-dir", str(out)]
+    return [sys.executable, *words]
+
+
+def tree(root: int) -> dict[int, int]:
+    """Each process below `root`, and how many of its ancestors lie below it, too."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
+    depths: dict[int, int] = {}
+    for process in parents:
+        above, depth = process, 0
+        while above not in (0, root):
+            above, depth = parents.get(above, 0), depth + 1
+        if above == root and depth:
+            depths[process] = depth
+    return depths
+
+
+def mebibytes_of(process: int) -> float:
+    """A process's share of memory: what it has alone, and its part of what several map (PSS)."""
+    text = Path(f"/proc/{process}/smaps_rollup").read_text()
+    return int(re.findall(r"(?m)^Pss: +(\d+)", text)[0]) / 1024
+
+
+def start(kind: str, folder: Path, count: int) -> dict[str, float]:
+    """Time to the first step [s], and the memory of a rank and of a loading process [MiB]."""
+    out = folder / "run"
+    shutil.rmtree(out, ignore_errors=True)
+    begun_s = time.perf_counter()
+    process = subprocess.Popen(
+        command(kind, folder, count, out),
+        env=fresh_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        metrics = out / "metrics.jsonl"
+        while not metrics.exists() or not metrics.stat().st_size:
+            if process.poll() is not None:
+                raise RuntimeError(f"{kind} with {count} images ended with {process.returncode}")
+            time.sleep(0.01)
+        elapsed_s = time.perf_counter() - begun_s
+        time.sleep(2)  # all loading processes are at work
+        depths = tree(process.pid)
+        names = {p: Path(f"/proc/{p}/cmdline").read_bytes() for p in depths}
+        ranks = [
+            p for p, depth in depths.items() if depth == 1 and b"multiprocessing" not in names[p]
+        ]
+        workers = [p for p, depth in depths.items() if depth == 2]
+        return {
+            "first_step_s": elapsed_s,
+            "rank_mib": max(map(mebibytes_of, ranks)),
+            "worker_mib": max(map(mebibytes_of, workers)),
+        }
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        time.sleep(1)  # its ranks end with it
+
+
+def questions(kind: str, folder: Path, count: int) -> int:
+    """System calls of all processes that name a file or a folder of the data, up to one step."""
+    out, trace = folder / "run", folder / "trace"
+    shutil.rmtree(out, ignore_errors=True)
+    path = options_of(kind, folder, count)[3]
+    words = [
+        "-f",
+        "-y",
+        "-o",
+        str(trace),
+        "-e",
+        "trace=%file,getdents64,fstat",
+        "--",
+        *command(kind, folder, count, out),
+    ]
+    process = subprocess.Popen(
+        ["strace", *words, "--check"],
+        env=fresh_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    process.wait()
+    with trace.open(errors="replace") as lines:
+        return sum(f"{path}/" in line or f'{path}"' in line or f"{path}>" in line for line in lines)
+
+
+def made_up_index(folder: Path, count: int = 10**7) -> None:
+    """An index of so many images, and one tar file without them."""
+    folder.mkdir()
+    ends = np.arange(1, count + 1, dtype=np.int64) * 21
+    names = np.full(int(ends[-1]), ord("x"), np.uint8)
+    labels = np.repeat(np.arange(CLASSES, dtype=np.int32), count // CLASSES)
+    sizes = np.full(count, 1000, np.int64)
+    listing = Listing(
+        [str(n) for n in range(CLASSES)], 0, "made up", Texts(names, ends), labels, sizes
+    )
+    records = np.zeros(count, pack.RECORD)
+    records["size"], records["offset"] = 1000, np.arange(count) * 2560
+    (folder / "000000.tar").write_bytes(bytes(1024))
+    pack.write_index(folder, listing, records, [pack.described(folder, "000000.tar")], {})
+
+
+def open_index(folder: Path) -> str:
+    """Seconds to open an index and to check it, and private memory of a rank that uses it [MiB]."""
+
+    def private_mib() -> float:
+        text = Path("/proc/self/smaps_rollup").read_text()
+        return sum(map(int, re.findall(r"(?m)^Private_\w+: +(\d+)", text))) / 1024
+
+    before, begun_s = private_mib(), time.perf_counter()
+    found = Pack(folder, check=False)
+    opened_s = time.perf_counter() - begun_s
+    begun_s = time.perf_counter()
+    Pack(folder, check=True)
+    checked_s = time.perf_counter() - begun_s
+    opened_mib = private_mib() - before
+    train, _ = found.listing.split(0)
+    from common.data.stream import GlobalBatches
+
+    next(iter(GlobalBatches(len(train), 64, 0, 0, 1)))
+    return f"{opened_s} {checked_s} {opened_mib} {private_mib() - before}"
+
+
+def speed_of_reader(reader: str, root: Path, side: int, count: int) -> float:
+    """Speed of loading normalised batches of 32 [samples/s]; the first batches do not count."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    classic = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(side),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
+        ]
+    )
+    if reader == "ImageFolder":
+        loader = DataLoader(
+            ImageFolder(str(root / "folder"), classic), 32, True, num_workers=WORKERS
+        )
+        return timed(loader, count)
+    if reader == "WebDataset":
+        import webdataset
+
+        tars = [str(path) for path in sorted((root / "packed").glob("*.tar"))]
+        samples = webdataset.WebDataset(tars, shardshuffle=100, seed=0).shuffle(1000).decode("pil")
+        pairs = samples.to_tuple("jpg", "cls").map_tuple(classic, int)
+        return timed(
+            webdataset.WebLoader(pairs.batched(32), batch_size=None, num_workers=WORKERS), count
+        )
+    name = "packed" if reader == "blocks" else reader
+    data_name: Any = "packed" if name == "packed" else "imagefolder"
+    options = DataOptions(
+        data=data_name,
+        data_path=root / name,
+        verify_images=False,
+        num_workers=WORKERS,
+        image_size=side,
+        shuffle_block=64 if reader == "blocks" else 0,
+    )
+    with process_group(Ranks(), CPU, "gloo", 600):
+        data = load_data(options, 0, Ranks())
+        _, batches, _ = rank_loaders(data, options, 32, 0, (0, 1), CPU, torch.float32, root)
+        return timed(batches, count)
+
+
+def timed(batches: Any, count: int) -> float:
+    """Samples/s of the batches after the first ten, up to `count` samples."""
+    found = iter(batches)
+    seen, begun_s = 0, time.perf_counter()
+    for number, batch in enumerate(islice(found, count // 32)):
+        if number == 9:
+            seen, begun_s = 0, time.perf_counter()
+        else:
+            seen += len(batch[0])
+    speed = seen / (time.perf_counter() - begun_s)
+    with suppress(AttributeError):
+        found._shutdown_workers()
+    return speed
+
+
+def measure(folder: Path, rounds: int) -> dict[str, Any]:
+    """All parts, one after the other; the ways to read take turns, each in a fresh process."""
+    if not shutil.which("strace") or os.geteuid():
+        raise InputError("scale needs root and strace: apt install strace")
+    starts: dict[str, Any] = {}
+    for count in COUNTS:
+        write_images(folder / str(count), count)
+        pack.pack(folder / str(count), folder / f"{count}.packed", 2**30, 0, 90)
+        time.sleep(3)  # else a kept list would be of folders that have just changed
+        for kind in STARTS:
+            start(kind, folder, count)  # fills the page cache, and keeps the list
+    bar = progress_bar(len(COUNTS) * len(STARTS) * (rounds + 1), unit="start", keep=False)
+    with bar:
+        for count in COUNTS:
+            for kind in STARTS:
+                found: dict[str, Any] = {"runs": []}
+                for _ in range(rounds):
+                    found["runs"].append(start(kind, folder, count))
+                    bar.update()
+                found["questions"] = questions(kind, folder, count)
+                bar.update()
+                starts[f"{kind} {count}"] = found
+    made_up_index(folder / "made up")
+    opened = [
+        float(n) for n in run_fresh("benchmarks.scale", ["open", folder / "made up"]).split()[-4:]
+    ]
+    reading: dict[str, Any] = {}
+    for name, (crop, count) in SIZES.items():
+        root = folder / name
+        if crop == 32:
+            shutil.copytree(folder / "100000", root / "folder", copy_function=os.link)
+        else:
+            write_photos(root / "folder", 2000, np.random.default_rng(0))
+        pack.pack(root / "folder", root / "packed", 2**22, 0, 90)
+        for cold in (False, True):
+            if cold and crop == 32:
+                continue  # these files are links to a thousand
+
+            def one(
+                reader: str,
+                _round: int,
+                root: Path = root,
+                crop: int = crop,
+                count: int = count,
+                cold: bool = cold,
+            ) -> float:
+                if cold:
+                    os.sync()
+                    Path("/proc/sys/vm/drop_caches").write_text("3")
+                words = ["read", reader, str(root), str(crop), str(count)]
+                return float(run_fresh("benchmarks.scale", words).split()[-1])
+
+            reading[f"{name}{', cold' if cold else ''}"] = in_turn(list(READERS), one, rounds)
+    result = {"starts": starts, "index": opened, "reading": reading}
+    return {"tables": tables(result, rounds), **result}
+
+
+def tables(result: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
+    """As the page shows them."""
+    rows = []
+    for key, found in result["starts"].items():
+        kind, count = key.split()
+        runs = {n: [run[n] for run in found["runs"]] for n in found["runs"][0]}
+        rows.append(
+            [
+                STARTS[kind],
+                f"{int(count):,}",
+                spread(runs["first_step_s"]),
+                f"{statistics.median(runs['rank_mib']):.0f}",
+                f"{statistics.median(runs['worker_mib']):.0f}",
+                f"{found['questions']:,}",
+            ]
+        )
+    opened_s, checked_s, opened_mib, used_mib = result["index"]
+    first = {
+        "title": f"Two ranks with two loading processes each, from the command to the first step, "
+        f"files in the page cache; median (least to most) of {rounds} starts. Memory is a "
+        "process's share (PSS) at its largest. Questions are the system calls of all processes "
+        "that name the data, before the first step.",
+        "columns": [
+            "",
+            "images",
+            "first step [s]",
+            "a rank [MiB]",
+            "a loading process [MiB]",
+            "questions",
+        ],
+        "rows": rows,
+    }
+    second = {
+        "title": f"An index of 10,000,000 images opens in {opened_s:.2f} s ({checked_s:.2f} s with "
+        f"its checksum, once per host) and takes {opened_mib:.0f} MiB of a rank's own memory; with "
+        f"the split and the order of an epoch {used_mib:.0f} MiB. Reading JPEG files in random "
+        f"order, {WORKERS} loading processes: samples/s over those of `--data imagefolder`, median "
+        f"(least to most) of {rounds} rounds in turn; cold: the page cache was emptied before.",
+        "columns": ["", *result["reading"]],
+        "rows": [
+            [
+                READERS[reader],
+                *(
+                    spread(
+                        [own / base for own, base in zip(runs[reader], runs["folder"], strict=True)]
+                    )
+                    for runs in result["reading"].values()
+                ),
+            ]
+            for reader in READERS
+        ],
+    }
+    return [first, second]
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Time to the first step by the number of images; each start is a point."""
+
+    def plot(axes: Any) -> None:
+        for kind, label in STARTS.items():
+            points = [
+                (
+                    count,
+                    [run["first_step_s"] for run in result["starts"][f"{kind} {count}"]["runs"]],
+                )
+                for count in COUNTS
+            ]
+            (line,) = axes.plot(
+                [count for count, _ in points],
+                [statistics.median(runs) for _, runs in points],
+                "-",
+                label=label.replace("`", ""),
+            )
+            for count, runs in points:
+                axes.plot([count] * len(runs), runs, "o", alpha=0.5, color=line.get_color())
+        axes.set(xscale="log", xlabel="images", ylabel="to the first step [s]", ylim=(0, None))
+        axes.legend()
+
+    save_figure(path, plot)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore", ResourceWarning)  # WebDataset leaves files open
+    task, *words = sys.argv[1:]
+    if task == "open":
+        print(open_index(Path(words[0])))
+    else:
+        print(speed_of_reader(words[0], Path(words[1]), int(words[2]), int(words[3])))
