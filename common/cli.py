@@ -42,6 +42,8 @@ def start(name: str, arguments: Sequence[str]) -> int:
             raise InputError(f"a process may open {files} files here, too few: ulimit -n 1024")
         ranks, given = _resolve(arguments)
         alone = ranks.launcher == "none" and not {"-h", "--help", "--dry-run"} & set(given)
+        if alone:
+            refuse_more_than_fit(1)  # before torch is loaded, which takes most of a rank's memory
         if alone and _launched(name) == "ranks":
             with input_errors():
                 options = parse_group(name, LaunchOptions, given, return_unknown_args=True)[0]
