@@ -42,6 +42,8 @@ def start(name: str, arguments: Sequence[str]) -> int:
             raise InputError(f"a process may open {files} files here, too few: ulimit -n 1024")
         ranks, given = _resolve(arguments)
         alone = ranks.launcher == "none" and not {"-h", "--help", "--dry-run"} & set(given)
+        if alone:
+            refuse_more_than_fit(1)  # before torch is loaded, which takes most of a rank's memory
         if alone and _launched(name) == "ranks":
             with input_errors():
                 options = parse_group(name, LaunchOptions, given, return_unknown_args=True)[0]
@@ -96,6 +98,8 @@ def run(
             needed = 1
         if alone or not options.check:
             _refuse_wrong_number(name, options, ranks, needed)
+        if ranks.launcher == "slurm" and _launched(name) in ("ranks", "spawn"):
+            _warn_of_idle_gpus(config, ranks)
         if alone and spawn and options.nnodes > 1:
             raise InputError(f"{name} starts processes on one host only: use ddp_launch")
         if options.check and "RECIPES_CHECK" not in os.environ:
@@ -163,6 +167,18 @@ def _resolve(arguments: Sequence[str]) -> tuple[Ranks, list[str]]:
 def _warn_of_idle_nodes(options: LaunchOptions) -> None:
     if os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1" and options.nnodes == 1:
         say("warning: this job has several nodes, but without srun all ranks run on this node")
+
+
+def _warn_of_idle_gpus(config: Any, ranks: Ranks) -> None:
+    """Slurm starts one task if none are asked for, whatever the number of GPUs."""
+    given, here = os.environ.get("SLURM_GPUS_ON_NODE", "0"), ranks.local_world_size
+    on_cpu = getattr(getattr(config, "run", config), "device", "auto") == "cpu"
+    if ranks.is_main and not on_cpu and given.isdecimal() and int(given) > here:
+        use = "one process uses one" if here == 1 else f"{here} processes use one each"
+        say(
+            f"warning: Slurm gave {given} GPUs of this node to this job step, and {use}: "
+            f"give srun --ntasks-per-node={given}"
+        )
 
 
 def _refuse_wrong_number(

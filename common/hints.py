@@ -21,6 +21,9 @@ _FOLLOWS = (
     r"remote process exited or there was a network error|NET/IB.*: Got completion from peer"
 )
 
+NO_THREAD = r"can't start new thread|pthread_create failed|^(\w+Error:? )?Resource temporarily unav"
+"""What Python and C++ say where a limit of processes and threads is reached."""
+
 _TABLE = {
     # NCCL and the driver come first: patterns below match some of their messages, too.
     r"attaching to shared memory segment|cuMem host allocations": (
@@ -117,7 +120,7 @@ _TABLE = {
     r"Cannot allocate memory|MemoryError": (
         "out of memory: try half the --global-batch-size, --precision bf16, or fewer --num-workers"
     ),
-    r"can't start new thread|pthread_create failed": (
+    NO_THREAD: (
         "this container or user may start no more processes and threads: give it a larger "
         "--pids-limit, or raise ulimit -u; two ranks need about 30"
     ),

@@ -3,6 +3,7 @@
 import datetime
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from common.errors import InputError, TrainingError
 from common.git import code_sha256
 from common.group.interfaces import interface_names
+from common.hints import NO_THREAD
 from common.launch.port import bind, unresolved
 from common.launch.ranks import Ranks
 from common.launch.report import report, say
@@ -89,8 +91,8 @@ def meet(ranks: Ranks, timeout_s: float, refusal: InputError | None = None) -> d
             f"{taken}give another MASTER_PORT (or --master-port), or none to have a free one chosen"
         ) from error
     except RuntimeError as error:
-        if isinstance(error, TrainingError):
-            raise
+        if isinstance(error, TrainingError) or re.search(NO_THREAD, str(error), re.I):
+            raise  # the latter has to do with no other rank
         raise _not_met(ranks, timeout_s) from error
     finally:
         watchdog.cancel()

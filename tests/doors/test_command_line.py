@@ -21,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from common.git import without_secrets
 from common.group.host import usable_cores
 from common.kernels import PORTABLE
+from common.launch.capacity import rank_bytes
 from common.weights import weights_sha256
 from tests.helpers.commands import ROOT, Recipe, Result, children, ranks_of, wait_for
 from tests.helpers.images import flowers, photo
@@ -529,17 +530,32 @@ def memory_limited(mib: int) -> Iterator[Path]:
         group.rmdir()
 
 
+def run_within(recipe: Recipe, mib: int, nproc: int) -> Result:
+    """ddp_launch in a control group of that much memory."""
+    with memory_limited(mib) as procs:
+        enter = ("sh", "-c", f'echo $$ >{procs}; exec "$@"', "sh")
+        command = recipe.command("ddp_launch", "--nproc", str(nproc))
+        return recipe.finish(recipe.start(*enter, *command), recipe.tmp_path / "run")
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_start_that_a_memory_limit_would_kill_is_refused(recipe: Recipe, nproc: int) -> None:
+    if not re.search(r"SwapFree: +0 kB", Path("/proc/meminfo").read_text()):
+        pytest.skip("needs a host without free swap, which may hold what the group may not")
+    result = run_within(recipe, nproc * (rank_bytes() >> 20) - 40, nproc)
+    (error,) = result.errors
+    assert (result.status, "needs about 0.8 GB before its first batch" in error) == (2, True)
+
+
 @pytest.mark.slow
 def test_a_rank_that_is_killed_at_a_memory_limit(recipe: Recipe) -> None:
-    with memory_limited(600) as procs:
-        enter = ("sh", "-c", f'echo $$ >{procs}; exec "$@"', "sh")
-        command = recipe.command("ddp_launch", "--nproc", "2")
-        result = recipe.finish(recipe.start(*enter, *command), recipe.tmp_path / "run")
+    mib = 2 * (rank_bytes() >> 20)  # the least that is not refused
+    result = run_within(recipe, mib, nproc=2)
     assert result.status == 1
     (error,) = result.errors
     assert re.search(
         r"rank \d on \S+ was killed by SIGKILL: perhaps out of memory: this container or job may "
-        r"use 600 MiB, and each rank needs about 0\.8 GB before its first batch: give it more",
+        rf"use {mib} MiB, and each rank needs about 0\.8 GB before its first batch: give it more",
         error,
     )
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from common.group import rendezvous
+from common.launch.ranks import Ranks
 from tests.helpers.commands import ROOT, Recipe, wait_for
 from tests.helpers.machine import free_port
 
@@ -93,3 +95,17 @@ def test_what_contradicts_is_found_at_the_rendezvous(
     errors = [line for result in results for line in result.errors]
     assert len(errors) == 1, errors
     assert says in errors[0]
+
+
+@pytest.mark.parametrize("says", ["can't start new thread", "Resource temporarily unavailable"])
+def test_a_rank_that_cannot_start_a_thread_says_so(
+    monkeypatch: pytest.MonkeyPatch, says: str
+) -> None:
+    """And not that the other ranks did not come within 600 s."""
+
+    def fails(*_: object) -> None:
+        raise RuntimeError(says)
+
+    monkeypatch.setattr(rendezvous, "_open_store", fails)
+    with pytest.raises(RuntimeError, match=f"^{says}$"):
+        rendezvous.meet(Ranks(world_size=2, local_world_size=2, master_port=1), 600)

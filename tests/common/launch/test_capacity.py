@@ -29,6 +29,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
     write("proc/self/cgroup", "7:cpu,memory:/job/step\n4:pids:/job\n0::/job/step")
     monkeypatch.setattr(capacity, "_PROC", tmp_path / "proc")
     monkeypatch.setattr(capacity, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(capacity, "rank_bytes", lambda: RANK_BYTES)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     no_limit = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda _: no_limit)
@@ -42,12 +43,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
             "proc/none",
             "",
             9,
-            "2304 MiB of memory are free, and each process needs at least 256 MiB",
+            "2016 MiB of memory are free, and each process needs at least 224 MiB",
         ),
-        ("cgroup/job/memory.max", f"{3 * RANK_BYTES}", 5, "its control group allows 1280 MiB"),
         ("cgroup/job/step/memory.max", "max", 9, "memory are free"),
-        ("cgroup/memory.max", f"{RANK_BYTES}", 3, "its control group allows 768 MiB"),
-        ("cgroup/memory/job/memory.limit_in_bytes", f"{RANK_BYTES}", 3, "group allows 768 MiB"),
         ("cgroup/pids/job/pids.max", f"{RANK_TASKS * 5}", 5, "allows 20 processes and threads"),
         ("cgroup/job/pids.max", f"{RANK_TASKS * 4 + 1}", 4, "each process needs at least 4"),
         ("proc/sys/kernel/threads-max", f"{RANK_TASKS * 6}", 6, "kernel.threads-max allows 24"),
@@ -61,6 +59,30 @@ def test_the_least_limit_decides_how_many_fit(
     with pytest.raises(InputError, match=rf"^{fit + 1} processes do not fit .*{says}") as refused:
         refuse_more_than_fit(fit + 1)
     assert str(refused.value).endswith(f"start {fit} or fewer")
+
+
+@pytest.mark.parametrize(
+    "name", ["job/memory.max", "memory.max", "memory/job/step/memory.limit_in_bytes"]
+)
+def test_ranks_that_cannot_begin_within_a_containers_memory_are_refused(
+    machine: Callable[[str, str], None], name: str
+) -> None:
+    machine("proc/meminfo", f"MemAvailable: {9 * KIB_PER_RANK} kB")  # and no swap
+    machine(f"cgroup/{name}", str(2 * RANK_BYTES))
+    refuse_more_than_fit(2)
+    machine(f"cgroup/{name}", str(2 * RANK_BYTES - 1))
+    with pytest.raises(
+        InputError,
+        match=r"^this container or job may use 447 MiB, and each of 2 ranks needs about 0\.8 GB "
+        "before its first batch: give it more, or start fewer ranks$",
+    ):
+        refuse_more_than_fit(2)
+    refuse_more_than_fit(1)
+    machine(f"cgroup/{name}", str(RANK_BYTES - 1))
+    with pytest.raises(InputError, match=r"223 MiB, and one rank needs .* give it more$"):
+        refuse_more_than_fit(1)
+    machine("proc/meminfo", f"MemAvailable: {KIB_PER_RANK} kB\nSwapFree: 1 kB")
+    refuse_more_than_fit(1)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +129,7 @@ def test_ulimit_u_counts_for_all_users_but_root(monkeypatch: pytest.MonkeyPatch)
     refuse_more_than_fit(3)
 
 
-def test_one_rank_is_never_refused(machine: Callable[[str, str], None]) -> None:
+def test_one_rank_is_not_refused_for_what_others_use(machine: Callable[[str, str], None]) -> None:
     machine("proc/meminfo", "MemAvailable: 1 kB")
     refuse_more_than_fit(1)
 
