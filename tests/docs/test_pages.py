@@ -151,7 +151,7 @@ def smaller(command: str, clone: Path) -> str:
     if not found or {"--help", "--check", "--dry-run", "--show"} & set(found[1]):
         return text
     name, options = found
-    less = {"check_network": "", "tune_loader": "--image-size 32"}.get(
+    less = {"check_network": "", "tune_loader": "--image-size 32 --samples 96 --rounds 1"}.get(
         name, "--epochs 1 --max-steps 2"
     )
     less += " --length 64" * ("--length" in options)
