@@ -16,7 +16,7 @@ from common.replicas import fingerprint
 from common.run.loop import Loop
 from common.snapshots.snapshot_files import list_snapshots, read
 from common.training import virtual_ranks
-from tests.helpers.commands import ROOT, Recipe, Result
+from tests.helpers.commands import INJECTED, Recipe, Result
 from tests.helpers.flips import flip, plant
 from tests.helpers.pool import Pool
 from tests.helpers.training import run_training, training
@@ -274,7 +274,7 @@ def test_an_audit_changes_no_bit(
 @pytest.mark.slow
 def test_through_the_command_line(recipe: Recipe) -> None:
     env = {
-        "PYTHONPATH": f"{ROOT / 'tests' / 'faults' / 'inject'}:{ROOT}",
+        **INJECTED,
         "FAULT": "flips a bit of a momentum (rank 2)",
         "FAULT_STEP": str(AT),
         "FAULT_RANK": "2",

@@ -151,7 +151,7 @@ def smaller(command: str, clone: Path) -> str:
     if not found or {"--help", "--check", "--dry-run", "--show"} & set(found[1]):
         return text
     name, options = found
-    less = {"check_network": "", "tune_loader": "--image-size 32"}.get(
+    less = {"check_network": "", "tune_loader": "--image-size 32 --samples 96 --rounds 1"}.get(
         name, "--epochs 1 --max-steps 2"
     )
     less += " --length 64" * ("--length" in options)
@@ -178,8 +178,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_texts" / "text.txt").write_text(text)
     torch.save(resnet34().state_dict(), folder / "resnet34-b627a593.pth")
     photos = (
-        "ddp_launch --nproc 1 --data imagefolder --data-path flower_photos --model resnet18 "
-        "--image-size 32 --epochs 4 --epoch-weights --output-dir runs/photos"
+        "ddp_launch --nproc 1 --data imagefolder --data-path other_photos --model resnet18 "
+        "--image-size 32 --global-batch-size 8 --epochs 4 --epoch-weights --output-dir runs/photos"
     )
     texts = "fsdp --nproc 1 --epochs 1 --max-steps 2 --output-dir runs/text"
     digits = "ddp_launch --nproc 1 --epochs 1 --max-steps 2 --output-dir runs/digits"

@@ -23,7 +23,7 @@ from common.group.host import usable_cores
 from common.kernels import PORTABLE
 from common.launch.capacity import rank_bytes
 from common.weights import weights_sha256
-from tests.helpers.commands import ROOT, Recipe, Result, children, ranks_of, wait_for
+from tests.helpers.commands import INJECTED, ROOT, Recipe, Result, children, ranks_of, wait_for
 from tests.helpers.images import flowers, photo
 from tests.helpers.machine import free_port, need, need_root
 from tools.make_variables import used
@@ -31,7 +31,6 @@ from tools.make_variables import used
 PLANTED = "hf_planted0123456789"
 OPTIONS = ("--epochs", "6", "--log-every", "5", "--snapshot-every", "4")
 STEPS = 6 * 14
-INJECTED = {"PYTHONPATH": f"{ROOT / 'tests' / 'faults' / 'inject'}:{ROOT}"}
 
 
 @pytest.fixture(scope="module")

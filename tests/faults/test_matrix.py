@@ -6,6 +6,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -220,6 +221,15 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Resul
         name: runner(name, *nproc(name), *OPTIONS, *options, folder=name).assert_ok()
         for name, options in RECIPES.items()
     }
+    runner.stop()
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run of ddp_launch that ended after 9 of 14 steps; tests take copies."""
+    runner = Recipe(tmp_path_factory.mktemp("begun"))
+    options = (*nproc("ddp_launch"), *OPTIONS, "--max-steps", "9")
+    yield runner("ddp_launch", *options).assert_ok().folder
     runner.stop()
 
 
@@ -527,11 +537,10 @@ def test_the_network(
 
 @pytest.mark.parametrize("damage", ["altered", "cut short", "of a newer version"])
 def test_a_snapshot(
-    scene: Scene, wholes: dict[str, Result], rows: list[dict[str, Any]], damage: str
+    scene: Scene, begun: Path, wholes: dict[str, Result], rows: list[dict[str, Any]], damage: str
 ) -> None:
-    command = scene.recipe.command("ddp_launch", *OPTIONS)
-    cut = scene.recipe.command("ddp_launch", *OPTIONS, "--max-steps", "9")
-    scene.recipe.finish(scene.recipe.start(*cut), scene.folder).assert_ok()
+    command = scene.recipe.command("ddp_launch", *nproc("ddp_launch"), *OPTIONS)
+    shutil.copytree(begun, scene.folder)
     newest = snapshot_files.list_snapshots(scene.folder / "snapshots")[0]
     data = bytearray(newest.read_bytes())
     if damage == "of a newer version":
@@ -579,12 +588,11 @@ FILES = {
 
 @pytest.mark.parametrize("fault", FILES)
 def test_a_file_of_the_run(
-    scene: Scene, wholes: dict[str, Result], rows: list[dict[str, Any]], fault: str
+    scene: Scene, begun: Path, wholes: dict[str, Result], rows: list[dict[str, Any]], fault: str
 ) -> None:
     status, says = FILES[fault]
     command = scene.recipe.command("ddp_launch", *nproc("ddp_launch"), *OPTIONS)
-    more = [] if "the end" in fault else ["--max-steps", "9"]
-    scene.recipe.finish(scene.recipe.start(*command, *more), scene.folder).assert_ok()
+    shutil.copytree(wholes["ddp_launch"].folder if "the end" in fault else begun, scene.folder)
     file = scene.folder / fault.split()[0]
     before = file.read_bytes()
     file.write_bytes(before[: len(before) // 2] if status == 0 else before[::-1])

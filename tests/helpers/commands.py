@@ -30,6 +30,9 @@ FILES = subprocess.run(
 ]
 """Of the repository, by their paths in it; in an image there is no git."""
 
+INJECTED = {"PYTHONPATH": f"{ROOT / 'tests' / 'faults' / 'inject'}:{ROOT}"}
+"""Environment in which tests/faults/inject/sitecustomize.py changes a run as its variables say."""
+
 # With the variables of a launcher around the tests, every recipe would think that it is a rank.
 _FOREIGN = (
     *OF_A_LAUNCHER,

@@ -21,9 +21,11 @@ rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
 if "SLURM_STEP_ID" in os.environ and ("FAIL_AT" in os.environ or "STEP_S" in os.environ):
     from common.run.loop import Loop
     after_step = Loop.after_step
+    begun = int(os.environ.get("SLURM_RESTART_COUNT", 0))
+    slowly = begun < int(os.environ.get("SLOW_STARTS", 1))
     def changed(self, loss):
         after_step(self, loss)
-        time.sleep(float(os.environ.get("STEP_S", 0)))
+        time.sleep(float(os.environ.get("STEP_S", 0)) if slowly else 0)
         if rank == "3" and self.state.step == int(os.environ.get("FAIL_AT", -1)):
             raise RuntimeError("a bug of this test")
     Loop.after_step = changed
@@ -136,7 +138,11 @@ class Submitter:
         return path
 
     def patch(self, **env: str) -> dict[str, str]:
-        """Environment in which ranks fail or take their time."""
+        """Environment in which ranks fail or take their time.
+
+        STEP_S is how much longer each step takes [s], so that a test can act in time: in the job's
+        first start, or in its first SLOW_STARTS.
+        """
         (self.folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
         return {"PYTHONPATH": f"{ROOT}:{self.folder}", **env}
 

@@ -74,7 +74,7 @@ HOW = {
 
 def play(submit: Submitter, number: int, dice: random.Random, reference: Result) -> dict[str, Any]:
     """A job, interrupted three times; what happened, and what is wrong."""
-    env = submit.patch(STEP_S="0.05")
+    env = submit.patch(STEP_S="0.05", SLOW_STARTS="4")
     job = submit(
         "train", "ddp_launch", *ELASTIC, sbatch=("--nodes=1-4",), env=env, name=str(number)
     )

@@ -191,7 +191,7 @@ def interrupt(
     job: Job, how: Callable[[Cluster, Job], None], reference: Result, timeout_s: float = PATIENCE_S
 ) -> Interrupted:
     """Interrupt a job between two snapshots, and wait for its end with no further hand."""
-    wait_for(lambda: job.step >= 65)
+    wait_for(lambda: job.step >= 25)
     how(job.cluster, job)
     reached = 0
 
@@ -215,16 +215,20 @@ def interrupt(
     "how", [signal_tasks, signal_batch_script, signal_all, preempt, requeue, power_cut]
 )
 def test_an_interrupted_job_ends_with_the_same_weights(
-    submit: Submitter, reference: Result, how: Callable[[Cluster, Job], None]
+    submit: Submitter,
+    reference: Result,
+    pair: Result,
+    how: Callable[[Cluster, Job], None],
 ) -> None:
+    one_each = how in (signal_batch_script, requeue)  # they act on the job, not on its tasks
     job = submit(
         "train",
         "ddp_launch",
         *OPTIONS,
         env=submit.patch(STEP_S="0.1"),
-        sbatch=(*TWO_BY_TWO, "--nodelist=n[1-2]"),
+        sbatch=(*(ONE_EACH if one_each else TWO_BY_TWO), "--nodelist=n[1-2]"),
     )
-    went = interrupt(job, how, reference)
+    went = interrupt(job, how, pair if one_each else reference)
     assert went.restarts in TIMES, went.said
     if how is power_cut:  # nobody was told
         assert 0 <= went.repeated_steps <= EVERY
@@ -239,7 +243,7 @@ def test_a_job_goes_on_with_whatever_nodes_it_gets(
     """Four nodes, then three and two, as other jobs take them; then one, as the power goes."""
     options, cluster = (*OPTIONS, "--virtual-ranks", "8"), submit.cluster
     reference = recipe("ddp_launch", *options, "--nproc", "1").assert_ok()
-    env = submit.patch(STEP_S="0.1")
+    env = submit.patch(STEP_S="0.1", SLOW_STARTS="9")
     job = submit(file, "ddp_launch", *options, env=env, sbatch=("--nodes=1-4",))
     for restarts, nodes in enumerate((4, 3, 2)):
         wait_for(lambda: int(job.info["Restarts"]) >= restarts, PATIENCE_S, ASK_S)  # noqa: B023
@@ -350,15 +354,15 @@ def test_wrong_at_submission(submit: Submitter, options: tuple[str, ...], expect
     "how", ["train", "train, one node", "torchrun, its check", "torchrun", "submitit"]
 )
 def test_a_signal_before_training_starts_the_job_again(
-    submit: Submitter, reference: Result, how: str
+    submit: Submitter, reference: Result, pair: Result, how: str
 ) -> None:
-    options = ("ddp_launch", *OPTIONS)
+    expected, tasks = (reference, TWO_BY_TWO) if how == "train" else (pair, ONE_EACH)
     if how == "submitit":
         # The last task of an array: its raw id is that of the whole array.
-        done = submit_py(submit, *TWO_BY_TWO, "--", "--epochs", "1", "--", *OPTIONS)
+        done = submit_py(submit, *ONE_EACH, "--", "--epochs", "1", "--", *OPTIONS)
         other, job = submitted(submit, done.stdout)
     else:
-        job = submit(how.split(",")[0], *options)
+        job = submit(how.split(",")[0], "ddp_launch", *OPTIONS, sbatch=tasks)
     ask = ("squeue", "--noheader", "--steps", "--format=%i")
     step = ".1" if how == "torchrun" else ".0"  # a signal between two steps reaches nobody
     wait_for(
@@ -380,7 +384,7 @@ def test_a_signal_before_training_starts_the_job_again(
         )
     else:
         submit.cluster.run("scancel", "--signal=USR2", job.job_id)
-    assert job.result.assert_ok().sha == reference.sha, job.said
+    assert job.result.assert_ok().sha == expected.sha, job.said
     assert job.info["Restarts"] == "1", job.said
     assert job.result.summary["resumed_from"] is None
     if how == "submitit":
@@ -426,7 +430,7 @@ def test_a_real_time_limit(submit: Submitter, reference: Result) -> None:
 
 def test_a_cancelled_job_saves_and_stays_cancelled(submit: Submitter) -> None:
     job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.1"), sbatch=ONE_EACH)
-    wait_for(lambda: job.step > 60)
+    wait_for(lambda: job.step > 25)
     submit.cluster.run("scancel", job.job_id)
     assert job.ended()["JobState"] == "CANCELLED"
     (stopped,) = re.findall(r"stopped after step (\d+)", job.said)
@@ -446,7 +450,7 @@ def test_where_requeue_is_refused_the_log_says_how_to_go_on(
         env=submit.patch(STEP_S="0.1"),
         sbatch=(*ONE_EACH, "--no-requeue"),
     )
-    wait_for(lambda: job.step > 60)
+    wait_for(lambda: job.step > 25)
     submit.cluster.run("scancel", "--signal=USR2", job.job_id)
     assert job.result.status == 75
     (words,) = re.findall(
@@ -455,15 +459,16 @@ def test_where_requeue_is_refused_the_log_says_how_to_go_on(
     second = submit("train", *shlex.split(words), sbatch=ONE_EACH, name="second")
     second.run = job.run
     assert second.result.assert_ok().sha == pair.sha
-    assert second.result.summary["resumed_from"] >= 60
+    assert second.result.summary["resumed_from"] > 25
 
 
 def test_a_second_signal_and_no_slurmctld_while_the_job_concludes(
     submit: Submitter, pair: Result
 ) -> None:
     job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.1"), sbatch=ONE_EACH)
-    wait_for(lambda: job.step > 60)
-    batch_script = ["pkill", "-USR2", "-f", f"job{job.job_id}/slurm_script"]
+    wait_for(lambda: job.step > 25)
+    spool = f"{submit.cluster.folder}/spool.n[1-4]"  # another cluster may have such a job, too
+    batch_script = ["pkill", "-USR2", "-f", f"{spool}/job{job.job_id}/slurm_script"]
     submit.cluster.stop_slurmctld()
     try:
         subprocess.run(batch_script, check=True)
