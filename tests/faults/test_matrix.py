@@ -28,7 +28,9 @@ from tests.helpers.commands import Recipe, Result, ranks_of, wait_for
 from tests.helpers.hosts import launched, two_hosts
 from tests.helpers.images import flowers
 from tests.helpers.machine import need, need_root, small_disk
+from tests.helpers.packs import DAMAGES, flip_image
 from tests.helpers.run_folders import LONG, LOST, contents
+from tools import pack
 
 pytestmark = pytest.mark.slow
 
@@ -722,6 +724,51 @@ def test_a_data_file_that_vanishes(scene: Scene, rows: list[dict[str, Any]], wor
             "seconds": elapsed_s,
             "first_line": first.replace(str(root), "DATA"),
             "resumed_from": assert_intact(scene.folder),
+        }
+    )
+
+
+IMAGE = "a bit of an image flips"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, marks=() if fault == IMAGE else pytest.mark.all_faults)
+        for fault in (*DAMAGES, IMAGE)
+    ],
+)
+def test_packed_images(scene: Scene, rows: list[dict[str, Any]], fault: str) -> None:
+    """CI causes the others without a run (tests/common/data/test_packed.py)."""
+    folder = scene.recipe.tmp_path
+    pack.pack(flowers(folder / "data", per_class=20), folder / "packed", 30_000, 0, 90)
+    status, says = 2, "error: "
+    if fault == IMAGE:
+        tar = flip_image(folder / "packed", 7)
+        status, says = 1, rf"error: rank \d on {HERE}: {tar}: sample 7 \(daisy/.*\) is damaged"
+    else:
+        damage, words = DAMAGES[fault]
+        damage(folder / "packed")
+        says = rf"error: .*{words}"
+    options = ("--data", "packed", "--data-path", folder / "packed", "--image-size", "16")
+    command = scene.recipe.command(
+        "ddp_launch", *options, "--global-batch-size", "4", "--epochs", "2"
+    )
+    start_s = time.monotonic()
+    result = scene.recipe.finish(scene.recipe.start(*command, env=scene.env), scene.folder)
+    elapsed_s = scene.wait_until_gone(start_s)
+    assert result.status == status, result.stderr
+    (first,) = result.errors
+    assert re.match(says, first), first
+    assert "Traceback" not in result.stderr
+    rows.append(
+        {
+            "fault": f"packed images: {fault}",
+            "recipe": "ddp_launch",
+            "seconds": elapsed_s,
+            "status": status,
+            "resumed_from": 0,
+            "first_line": first.replace(str(folder / "packed"), "PACKED"),
         }
     )
 
