@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def files_below(
     """
     try:
         with os.scandir(folder) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
+            entries = sorted(found, key=attrgetter("name"))
     except OSError as error:
         refuse_closed(option, Path(error.filename))
         raise

@@ -152,7 +152,7 @@ def _holds(folder: Path) -> bool:
 
 def _is_data(path: str) -> bool:
     """Whether a person put a file there, and not an editor, a notebook or macOS."""
-    return not any(part.startswith(".") or part == "__MACOSX" for part in path.split("/"))
+    return "/." not in f"/{path}" and "/__MACOSX/" not in f"/{path}/"
 
 
 @dataclass
@@ -211,19 +211,21 @@ def _list_classes(
 
 def _list_class(root: Path, folder: Path, looked_into: list[str]) -> _Class:
     images, others = _entries(folder, looked_into)
-    begin, above = len(f"{folder}/"), os.fsencode(folder.relative_to(root))
-    names, sizes, times = [], [], []
-    for entry in images:
-        status = entry.stat()
-        encoded = above + b"/" + os.fsencode(entry.path[begin:])
-        names.append(encoded)
+    begin, above = len(f"{folder}/"), folder.relative_to(root)
+    paths = [f"{above}/{entry.path[begin:]}" for entry in images]
+    joined = os.fsencode("".join(paths))
+    lengths = [len(path) for path in paths]
+    if len(joined) != sum(lengths):  # not all of them are ASCII
+        encoded = [os.fsencode(path) for path in paths]
+        lengths = [len(path) for path in encoded]
         # The same in every locale.
-        sizes.append((encoded.decode("utf-8", "surrogateescape"), status.st_size))
-        times.append(f" {status.st_mtime_ns} {status.st_ctime_ns}")
-    ends = np.cumsum([len(name) for name in names], dtype=np.int64)
-    only_sizes = np.array([size for _, size in sizes], np.int64)
-    said = json.dumps(sizes)[1:-1]
-    return _Class(b"".join(names), ends, only_sizes, said, "".join(times), others)
+        paths = [path.decode("utf-8", "surrogateescape") for path in encoded]
+    found = [entry.stat() for entry in images]
+    sizes = [status.st_size for status in found]
+    times = "".join([f" {status.st_mtime_ns} {status.st_ctime_ns}" for status in found])
+    said = json.dumps([*zip(paths, sizes, strict=True)])[1:-1]
+    ends, in_bytes = np.cumsum(lengths, dtype=np.int64), np.array(sizes, np.int64)
+    return _Class(joined, ends, in_bytes, said, times, others)
 
 
 def _entries(

@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_map_only
 
 from common import log
 from common.data.stream import shards_of, whole_share
+from common.errors import InputError
 from common.group.process_group import gloo_does_not_disturb
 from common.replicas import fingerprint
 from common.seeds import rng_state, seed_torch, set_rng_state
@@ -57,7 +58,15 @@ def use_virtual_ranks(
         virtual_ranks: V, the number of shards.
         timeout_s: how long a rank waits for another rank.
         audit_every: steps between two steps that `replicas.audit` can look at, or 0.
+
+    Raises:
+        InputError: `ddp` expects steps without some of its parameters, whose sums would get lost.
     """
+    if ddp.find_unused_parameters:
+        raise InputError(
+            "--virtual-ranks needs a gradient of every parameter in every step: leave it out, or "
+            "leave out find_unused_parameters=True"
+        )
     world_size = dist.get_world_size()
     if virtual_ranks % world_size:
         most = -(-virtual_ranks // world_size)

@@ -14,6 +14,7 @@ import torchvision
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from common.data.stream import shards_of, whole_share
 from common.errors import InputError
@@ -21,10 +22,10 @@ from common.launch.ranks import Ranks
 from common.replicas import fingerprint
 from common.run import parts
 from common.training import virtual_ranks
-from common.training.virtual_ranks import Tree, add, subtrees
+from common.training.virtual_ranks import Tree, add, subtrees, use_virtual_ranks
 from recipes.ddp_launch import train as ddp_launch
 from tests.helpers.commands import INJECTED, Recipe, Result, wait_for
-from tests.helpers.pool import Pool
+from tests.helpers.pool import PATIENCE_S, Pool, in_group
 from tests.helpers.training import run_training, train_model, training
 from tools import reproduce
 
@@ -75,6 +76,16 @@ def test_the_same_bits_when_the_number_changes_in_the_middle_of_an_epoch(
         run = training(pool, world_size, tmp_path / "run", **options)
     assert run.summary["resumed_from"] == 33
     assert_same_bits(run, reference)
+
+
+def unused(_ranks: Ranks) -> None:
+    model = DistributedDataParallel(nn.Linear(2, 2), find_unused_parameters=True)
+    use_virtual_ranks(model, 2, PATIENCE_S)
+
+
+def test_steps_without_some_parameters_are_refused(pool: Pool) -> None:
+    with pytest.raises(InputError, match="leave out find_unused_parameters=True"):
+        pool.run(in_group, 1, unused)
 
 
 @pytest.mark.slow
