@@ -120,11 +120,12 @@ def samples_of(
     if folder is None:
         return validation(run, held_out(run, options, ranks)), True
     if options.data_path is not None:
-        try:
-            own = held_out(run, replace(options, data_path=folder), ranks)
-        except InputError:
-            pass
-        else:
+        photo_kinds: list[Any] = ["imagefolder", "packed"]
+        for kind in photo_kinds if options.data in photo_kinds else [options.data]:
+            try:
+                own = held_out(run, replace(options, data=kind, data_path=folder), ranks)
+            except InputError:
+                continue
             return validation(run, own), True
     return photos(run, folder, ranks), False
 
@@ -133,9 +134,8 @@ def load_classifier(
     given: argparse.Namespace, run: Trained, ranks: Ranks, device: torch.device
 ) -> tuple[Parts, bool]:
     """A classifier of images, and whether the samples are the run's own. Calls collectives."""
-    options = run.options(
-        DataOptions, num_workers=given.num_workers, download=False, verify_images=False
-    )
+    own_data = {"download": False, "verify_images": False, "data_index": None, "data_local": None}
+    options = run.options(DataOptions, num_workers=given.num_workers, **own_data)
     with agreed():
         model, dtype = run.model(given.weights, device)
     val, own = samples_of(run, options, given.data_path, ranks)

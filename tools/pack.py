@@ -379,7 +379,10 @@ def main(arguments: Sequence[str]) -> int:
             print(index(given.data))
         else:
             size, side = given.shard_mib * 2**20, given.largest_side or 0
-            print(pack(given.data, given.out, size, side, given.quality))
+            try:
+                print(pack(given.data, given.out, size, side, given.quality))
+            except InputError as error:
+                raise InputError(str(error).replace("--data-path", "DATA")) from None
         return 0
 
     return attempt(body)

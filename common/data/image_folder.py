@@ -307,7 +307,9 @@ def list_once_per_host(root: Path, ranks: Ranks, index: Path | None = None) -> t
     Args:
         index: where the result is kept for the next run; None: nowhere.
     """
-    inode = root.stat().st_ino if root.exists() else 0
+    inode = 0
+    with suppress(OSError):  # it is refused below
+        inode = root.stat().st_ino
     homes = gather((socket.gethostname(), os.fspath(root.resolve()), inode))
     first = homes.index(homes[ranks.rank])
     token = secrets.token_hex()

@@ -1,6 +1,7 @@
 """Packed images are those of the folder, in its order, and damage is named."""
 
 import gc
+import json
 import os
 import re
 import shutil
@@ -328,6 +329,9 @@ def test_folder_and_pack_give_the_same_bits_and_resume_each_other(
     mixed = recipe("ddp_launch", "--nproc", "2", *pack, "--num-workers", "1").assert_ok()
     assert mixed.sha == whole.sha
     assert mixed.summary["resumed_from"]
+    for data in ("photos", "packed"):
+        found = recipe.module("evaluate", mixed.folder, "--json", "--data-path", tmp_path / data)
+        assert json.loads(found.assert_ok().stdout)["held_out"], "the run's own"
 
 
 def local_copy(ranks: Ranks, root: Path, local: Path) -> tuple[Path, int]:

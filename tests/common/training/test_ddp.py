@@ -170,7 +170,15 @@ FREE = {
     *("output_dir", "resume", "snapshot_every", "keep_snapshots", "log_every", "epoch_weights"),
     "best_by",
     *("device", "backend", "timeout_s", "max_steps", "global_batch_size", "batch_size_per_rank"),
-    *("data_path", "download", "verify_images", "num_workers", "pin_memory"),
+    *(
+        "data_path",
+        "data_index",
+        "data_local",
+        "download",
+        "verify_images",
+        "num_workers",
+        "pin_memory",
+    ),
     *("lesson", "show", "timeline", "memory_budget", "check_replicas", "audit", "profile"),
     *("shard", "replicas", "tensor_parallel", "reshard_after_forward", "recompute", "dry_run"),
 }

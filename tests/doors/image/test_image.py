@@ -316,6 +316,22 @@ def test_small_shared_memory(engine: Engine, image: str, runs: Path) -> None:
     run(engine, *small, most, folder=runs, docker=user).assert_ok()
 
 
+def test_limits_of_memory_and_processes_are_named(engine: Engine, image: str, runs: Path) -> None:
+    two = "ddp_launch --nproc 2 --max-steps 1 --output-dir runs/limits".split()
+    user = ("--user", f"{UID}:{UID}")
+    memory = ("--memory=600m", "--memory-swap=600m")
+    refused = run(engine, *two, folder=runs, docker=(*user, *memory))
+    assert refused.status == 2
+    (line,) = refused.errors
+    assert line.startswith(
+        "error: this container or job may use 600 MiB, and each of 2 ranks needs about 0.8 GB"
+    )
+    few = run(engine, *two, folder=runs, docker=(*user, "--pids-limit=20"))
+    assert few.status != 0
+    assert "give it a larger --pids-limit" in few.errors[0], few.stderr
+    run(engine, *two, folder=runs, docker=(*user, "--pids-limit=60")).assert_ok()
+
+
 def test_another_nccl_is_refused(engine: Engine, image: str, tmp_path: Path) -> None:
     fake = library(tmp_path / "fake", "libnccl.so.2", OTHER_NCCL)
     docker = ("--volume", f"{fake}:/fake:ro", "--env", "LD_PRELOAD=/fake/libnccl.so.2")
