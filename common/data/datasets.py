@@ -349,7 +349,7 @@ def _photos(
     options: DataOptions,
     seed: int,
     listing: image_folder.Listing,
-    parts: tuple[NDArray[np.int64], ...],
+    parts: tuple[NDArray[Any], ...],
     source: Callable[[Callable[[Tensor], Tensor]], Any],
 ) -> Data:
     """Photos in RGB, cut to the side that the model sees; `source` takes the function that cuts."""

@@ -150,7 +150,7 @@ class Pack:
             with suppress(OSError):  # `read` says it
                 os.posix_fadvise(self._file(index), place, size, os.POSIX_FADV_WILLNEED)
 
-    def in_order_of_the_disk(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    def in_order_of_the_disk(self, indices: NDArray[Any]) -> NDArray[np.int64]:
         """Places in `indices`, sorted by where their images lie."""
         return np.lexsort((self.arrays["offset"][indices], self.arrays["shard"][indices]))
 
