@@ -101,6 +101,7 @@ def pack(folder: Path, out: Path, shard_bytes: int, largest_side: int, quality: 
             raise InputError(
                 f"{out} is a pack of other images, or made otherwise: give another OUT"
             )
+        remove_what_packing_leaves(out)  # it may have been killed just before
         return f"{out} is the pack of {folder} already"
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
@@ -115,13 +116,18 @@ def pack(folder: Path, out: Path, shard_bytes: int, largest_side: int, quality: 
             sizes = hash_of_sizes(listing.names, records["size"])
             listing = replace(listing, fingerprint=sizes)
         write_index(out, listing, records, shards, made)
-        for path in (*out.glob("*.part"), out / BEGUN):
-            path.unlink()
+        remove_what_packing_leaves(out)
     size = sum(shard.bytes for shard in shards)
     return (
         f"packed {len(listing.labels):,} images of {len(listing.class_names)} classes into "
         f"{len(shards)} tar files ({size / 1e9:.1f} GB) in {out}"
     )
+
+
+def remove_what_packing_leaves(out: Path) -> None:
+    """Remove the files that only a pack that is not finished needs."""
+    for path in (*out.glob("*.part"), out / BEGUN):
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

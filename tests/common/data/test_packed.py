@@ -217,6 +217,9 @@ def test_an_interrupted_pack_goes_on_to_the_same_bytes(
         tool.pack(folder, out, 30_000, 0, 90)
     packed_copy(folder, out)
     assert contents(out) == contents(made)
+    (out / tool.BEGUN).touch()  # as if it had been killed after its last file
+    packed_copy(folder, out)
+    assert contents(out) == contents(made)
 
 
 def test_larger_images_are_made_smaller_and_the_others_stay(folder: Path, tmp_path: Path) -> None:
