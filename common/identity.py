@@ -23,8 +23,8 @@ def decisive(options: Options, config: Any) -> Options:
     earlier = {o.name: o.metadata.get("earlier") for o in found}
     values = {name: options.get(name, earlier.get(name)) for name in ("recipe", *earlier)}
     for option in found:
-        same = option.metadata.get("same_as", {})
-        values[option.name] = same.get(values[option.name], values[option.name])
+        if same := option.metadata.get("same_as"):
+            values[option.name] = same.get(values[option.name], values[option.name])
     return values
 
 

@@ -27,6 +27,7 @@ from common.data.datasets import Data, DataOptions, LoaderOptions, load_data
 from common.data.decode import verify
 from common.data.image_folder import ImageFiles, class_names, images_and_others, left_out
 from common.data.loaders import make_loader
+from common.data.packed import INDEX
 from common.data.stream import Samples, eval_batch_size, fixed_batches
 from common.data.workers import choose_num_workers
 from common.errors import InputError, TrainingError
@@ -120,12 +121,16 @@ def samples_of(
     if folder is None:
         return validation(run, held_out(run, options, ranks)), True
     if options.data_path is not None:
-        photo_kinds: list[Any] = ["imagefolder", "packed"]
-        for kind in photo_kinds if options.data in photo_kinds else [options.data]:
-            try:
-                own = held_out(run, replace(options, data=kind, data_path=folder), ranks)
-            except InputError:
-                continue
+        if (folder / INDEX).exists():
+            options = replace(options, data="packed")
+        elif options.data == "packed":
+            options = replace(options, data="imagefolder")
+        try:
+            own = held_out(run, replace(options, data_path=folder), ranks)
+        except InputError:
+            if options.data == "packed":
+                raise
+        else:
             return validation(run, own), True
     return photos(run, folder, ranks), False
 

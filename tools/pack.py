@@ -38,6 +38,7 @@ from common.data.image_folder import Files, Header, Listing, list_images
 from common.data.packed import HEAD, INDEX, RESTORE, Pack, Shard
 from common.errors import InputError, TrainingError
 from common.group.host import usable_cores
+from common.launch.report import say
 from common.option_rules import refuse_below
 from common.parse import given_path
 from common.reading import read_json, refuse_closed
@@ -84,7 +85,8 @@ def smaller(content: bytes, largest_side: int, quality: int) -> bytes:
         image = image if image.mode in ("L", "RGB") else image.convert("RGB")
         image.thumbnail((largest_side, largest_side), Image.Resampling.LANCZOS)
         result = io.BytesIO()
-        image.save(result, format=kind, quality=quality)
+        more = {"quality": quality} if kind in ("JPEG", "MPO", "WEBP") else {}
+        image.save(result, format=kind, **more)
         return result.getvalue()
 
 
@@ -141,11 +143,13 @@ def alone(out: Path, task: dict[str, Any]) -> Iterator[None]:
             f"{out} holds a pack that was begun with other images or options: remove it, or give "
             "another OUT"
         )
-    with path.open() as file:
+    with path.open("r+") as file:  # over NFS, only a file that is open for writing can be locked
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise InputError(f"another process is packing into {out}: wait for it") from None
+        except OSError as error:
+            say(f"warning: {out} cannot be locked ({error.strerror}): start one command at a time")
         yield
 
 
@@ -169,14 +173,19 @@ def write_shards(
 
     def content_of(index: int) -> tuple[int, bytes]:
         path, _ = files[index]
-        content = path.read_bytes()
-        fault = image_fault(content, str(path))
-        if fault is None and len(content) != listing.sizes[index]:
-            fault = f"{path} changed while it was packed"
-        if fault:
-            faults.append(fault)
-        elif resize:
-            content = resize(content)
+        content, fault = b"", None
+        try:
+            content = path.read_bytes()
+            fault = image_fault(content, str(path))
+            if fault is None and len(content) != listing.sizes[index]:
+                fault = f"{path} changed while it was packed"
+            if resize and not fault:
+                content = resize(content)
+        except OSError as error:
+            fault = f"{path} cannot be read ({error.strerror or error})"
+        except Exception as error:  # Pillow's encoders raise many types
+            fault = f"{path} cannot be made smaller ({error})"
+        faults.extend([fault] if fault else [])
         return index, content
 
     def write(contents: Iterator[tuple[int, bytes]], number: int, file: IO[bytes]) -> None:
@@ -251,9 +260,10 @@ def write_index(
     arrays: dict[str, NDArray[Any]] = {"names": names.joined, "ends": names.ends}
     arrays |= {"labels": listing.labels, **{n: records[n].copy() for n in RECORD.names or ()}}
     digest = hashlib.sha256()
-    for name in ("names", "labels", "crc32"):
-        digest.update(np.ascontiguousarray(arrays[name]).data)
     more = {**listing.header, "shards": [asdict(shard) for shard in shards]}
+    digest.update(json.dumps(more).encode())
+    for array in arrays.values():
+        digest.update(np.ascontiguousarray(array).data)
     more["made"] = {**made, "sha256": digest.hexdigest()}
     write_file(out / INDEX, partial(write_arrays, arrays=arrays, more=more))
 
@@ -290,10 +300,13 @@ def index(root: Path) -> str:
     refuse(faults, "pack it again without this image")
     if not names:
         raise InputError(f"{tars[0]} holds no images")
-    known = sorted(set(classes))
-    if all(name.isdecimal() for name in known):
-        known = [str(number) for number in range(max(map(int, known)) + 1)]
-    labels = np.array([known.index(name) for name in classes], np.int32)
+    if all(name.isdecimal() for name in classes):
+        classes = [str(int(name)) for name in classes]
+        known = [str(number) for number in range(max(map(int, classes)) + 1)]
+    else:
+        known = sorted(set(classes))
+    place = {name: number for number, name in enumerate(known)}
+    labels = np.array([place[name] for name in classes], np.int32)
     train_count = counts[len(groups[0]) - 1] if len(groups) > 1 else 0
     table = np.array(records, RECORD)
     header = Header(known, train_count, hash_of_sizes(names, table["size"]))
@@ -322,6 +335,10 @@ def samples_in(path: Path) -> Iterator[tuple[str, bytes, int, str]]:
                     taken = tar.extractfile(member)
                     content = taken.read() if taken else b""
                     if is_image(member.name):
+                        if image:
+                            raise InputError(
+                                f"{path}: {stem.lstrip('/')} has two images: leave one"
+                            )
                         image = member.name, content, member.offset_data
                     elif member.name.endswith(".cls"):
                         label = content.decode().strip()

@@ -3,7 +3,7 @@
 A Python list of a million names takes 100 MB in every rank, and as much again in each loading
 process, which copies a page as soon as a reference count on it changes. A mapped array takes none.
 
-The file: 16 bytes (`RECIPES1`, and the length of the JSON as a little-endian uint64), a JSON
+The file: 16 bytes (`RECIPES1`, and length and CRC-32 of the JSON as little-endian uint32), a JSON
 object, and the arrays at multiples of 64 bytes. Its entry "arrays" has each array's type (as NumPy
 writes it), length and place in the file; "crc32" is that of all arrays in this order.
 """
@@ -80,7 +80,8 @@ def write_arrays(file: IO[bytes], arrays: Mapping[str, NDArray[Any]], more: Any)
         text = json.dumps({"arrays": places, "crc32": crc32, "bytes": place, "more": more}).encode()
         end = max(size, len(_BEGIN) + 8 + len(text))
     text = text.ljust(end - len(_BEGIN) - 8)
-    file.write(_BEGIN + len(text).to_bytes(8, "little") + text)
+    about = len(text).to_bytes(4, "little") + zlib.crc32(text).to_bytes(4, "little")
+    file.write(_BEGIN + about + text)
     for name, array in arrays.items():
         file.seek(places[name][2])
         for start in range(0, len(array), _BLOCK):
@@ -102,7 +103,11 @@ def read_arrays(path: Path, *, check: bool) -> tuple[dict[str, NDArray[Any]], An
     with path.open("rb") as file:
         if file.read(len(_BEGIN)) != _BEGIN:
             raise ValueError(f"it does not begin with {_BEGIN.decode()}")
-        head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        length, crc32 = (int.from_bytes(file.read(4), "little") for _ in range(2))
+        text = file.read(length)
+        if zlib.crc32(text) != crc32:
+            raise ValueError("the checksum of its beginning is wrong")
+        head = json.loads(text)
     size = path.stat().st_size
     if size != head["bytes"]:
         raise ValueError(f"it has {size:,} bytes, and was written with {head['bytes']:,}")

@@ -23,7 +23,8 @@ SUFFIXES = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".webp", ".tif", ".tiff"}
 
 def is_image(name: str) -> bool:
     """Whether a file is an image by its name."""
-    return f".{name.rpartition('.')[2].lower()}" in SUFFIXES
+    stem, dot, ending = name.rpartition(".")
+    return bool(stem) and dot + ending.lower() in SUFFIXES
 
 
 def verify(files: Sequence[tuple[Path, object]], *, show_progress: bool) -> None:

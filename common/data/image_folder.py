@@ -92,7 +92,10 @@ class Files(Sequence[tuple[Path, int]]):
         """One, or some of them."""
         if isinstance(index, slice):
             return Files(self.root, self.names[index], self.labels[index])
-        return self.root / self.names[index], int(self.labels[index])
+        name = self.names[index]
+        if not name.isascii():  # as this locale writes it
+            name = os.fsdecode(name.encode("utf-8", "surrogateescape"))
+        return self.root / name, int(self.labels[index])
 
 
 def list_images(
@@ -202,7 +205,7 @@ def _list_classes(
         if others := [path for part in parts for path in part.others]:
             log.info(left_out(others))
         loose = [e for e in os.scandir(folder) if is_image(e.name) and _is_data(e.name)]
-        if loose := [entry for entry in loose if entry.is_file()]:
+        if loose := [entry for entry in loose if Path(entry.path).is_file()]:
             said = f"{len(loose)} images in {folder} are left out: they are in no class's folder"
             log.warning(said)
     before = np.cumsum([0, *(len(part.joined) for part in found)])
@@ -222,7 +225,7 @@ def _list_class(root: Path, folder: Path, looked_into: list[str]) -> _Class:
     paths = [f"{above}/{entry.path[begin:]}" for entry in images]
     joined = os.fsencode("".join(paths))
     lengths = [len(path) for path in paths]
-    if len(joined) != sum(lengths):  # not all of them are ASCII
+    if not joined.isascii():
         encoded = [os.fsencode(path) for path in paths]
         lengths = [len(path) for path in encoded]
         # The same in every locale.
@@ -244,9 +247,10 @@ def _entries(
     for entry in files_below("--data-path", folder, looked_into):
         if not _is_data(entry.path[begin:]):
             continue
-        if not is_image(entry.name) or entry.is_dir():  # a link to a folder
+        link = entry.is_symlink()
+        if not is_image(entry.name) or (link and Path(entry.path).is_dir()):
             others.append(Path(entry.path))
-        elif entry.is_file():
+        elif not link or Path(entry.path).is_file():
             images.append(entry)
         else:
             target = Path(entry.path).readlink()
@@ -331,8 +335,8 @@ def list_once_per_host(root: Path, ranks: Ranks, index: Path | None = None) -> t
             path = ""
             if homes.count(homes[first]) > 1:
                 with suppress(OSError):  # no room, or no right to write there
-                    temporary = tempfile.NamedTemporaryFile(prefix="torch-recipes-listing-")  # noqa: SIM115
-                    file = stack.enter_context(temporary)
+                    file = tempfile.NamedTemporaryFile(prefix="torch-recipes-listing-")  # noqa: SIM115
+                    stack.callback(_close, file)
                     _write(file, *found, {"token": token})
                     path = file.name
             return found, path
@@ -341,6 +345,11 @@ def list_once_per_host(root: Path, ranks: Ranks, index: Path | None = None) -> t
         path, token = gather((path, token))[first]
         found = together(lambda: found or _read(path, token) or list_images(root))
     return found
+
+
+def _close(file: Any) -> None:
+    with suppress(OSError):  # a full disk takes no more of what is left to write
+        file.close()
 
 
 def kept_list(root: Path, index: Path, ranks: Ranks) -> tuple[Listing, str] | None:
@@ -353,16 +362,21 @@ def kept_list(root: Path, index: Path, ranks: Ranks) -> tuple[Listing, str] | No
         InputError: `index` is another file, or cannot be written.
     """
     refuse_closed("--data-index", index)
+    if index.resolve().is_relative_to(root.resolve()):
+        raise InputError(
+            f"--data-index {index} is in --data-path {root}, which changes when it is written: "
+            "choose a place elsewhere"
+        )
     if index.exists():
         try:
             arrays, more = read_arrays(index, check=True)
-        except (OSError, ValueError) as error:
+            folders = Texts(arrays["folders"], arrays["folder_ends"])
+            begun_ns, there = more.pop("begun_ns"), more.pop("root")
+            times = arrays["folder_times_ns"]
+        except (OSError, ValueError, KeyError) as error:
             raise InputError(
                 f"--data-index {index} is no list of images ({error}): remove it, or give another"
             ) from None
-        folders = Texts(arrays["folders"], arrays["folder_ends"])
-        begun_ns, there = more.pop("begun_ns"), more.pop("root")
-        times = arrays["folder_times_ns"]
         if there != os.fspath(root.resolve()):
             log.info(f"--data-index {index} is of {there}: {root} is listed anew")
         elif len(times) and times.max() > begun_ns - 2 * 10**9:

@@ -16,6 +16,7 @@ of `common.data.array_file`; its arrays are
     crc32         uint32, checksum of its bytes
 """
 
+import errno
 import fcntl
 import os
 import resource
@@ -88,15 +89,21 @@ class Pack:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{index} is damaged ({error}): {RESTORE}") from None
         self.root = root
+        wanted = len(self.shards) + 256  # files that a process may have open
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 0 <= soft < wanted:  # below 0: as many as it likes
+            most = wanted if hard < 0 else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         names = Texts(self.arrays["names"], self.arrays["ends"])
         labels, sizes = self.arrays["labels"], self.arrays["size"]
         self.listing = Listing(**header, names=names, labels=labels, sizes=sizes)
         if check:
             for shard in self.shards:
-                self._check(shard)
+                self.check(shard)
         self._files: dict[int, int] = {}
 
-    def _check(self, shard: Shard) -> None:
+    def check(self, shard: Shard) -> None:
+        """Refuse a tar file that is missing, cut off, or another one."""
         path = self.root / shard.name
         if not path.exists():
             raise InputError(f"{path} is missing: {RESTORE}")
@@ -132,8 +139,10 @@ class Pack:
         try:
             found = os.pread(self._file(index), size, int(self.arrays["offset"][index]))
         except OSError as error:
+            few = error.errno in (errno.EMFILE, errno.ENFILE)
+            advice = "raise the limit of open files (ulimit -n)" if few else RESTORE
             raise TrainingError(
-                f"{self.name(index)} cannot be read ({error.strerror}): {RESTORE}"
+                f"{self.name(index)} cannot be read ({error.strerror}): {advice}"
             ) from None
         if len(found) != size or zlib.crc32(found) != self.arrays["crc32"][index]:
             raise TrainingError(
@@ -170,11 +179,6 @@ def open_on_all_ranks(root: Path, ranks: Ranks) -> Pack:
     hosts = gather(os.uname().nodename)
     with agreed():
         pack = Pack(root, check=hosts.index(hosts[ranks.rank]) == ranks.rank)
-        wanted = len(pack.shards) + 256  # files that a process may have open
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if 0 <= soft < wanted:  # below 0: as many as it likes
-            most = wanted if hard < 0 else min(wanted, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         identity = pack.made["sha256"]
     found = gather(identity)
     with agreed():
@@ -186,53 +190,78 @@ def open_on_all_ranks(root: Path, ranks: Ranks) -> Pack:
 def copied_once_per_host(root: Path, local: Path, ranks: Ranks) -> Path:
     """A copy of the pack in a folder in `local`, made by one rank per host. Calls collectives.
 
-    A copy that is there already and whole is used as it is; an interrupted one is continued.
+    A copy that is there already and whole is used as it is; a damaged one is repaired, and an
+    interrupted one is continued.
 
     Raises:
-        InputError: `root` is no pack, or `local` has too little room or may not be written.
+        InputError: `root` is no pack, or damaged; `local` has too little room or is closed.
     """
     hosts = gather(os.uname().nodename)
+    first = hosts.index(hosts[ranks.rank]) == ranks.rank
 
-    def body() -> Path:
+    def body(*, wait: bool) -> Path:
         pack = Pack(root, check=False)
         target = local / f"{root.name}-{pack.made['sha256'][:16]}"
-        if hosts.index(hosts[ranks.rank]) == ranks.rank:
+        if not wait and not is_whole(target, pack):
             try:
                 copy(pack, target, show_progress=ranks.is_main)
             except TrainingError as error:
                 raise InputError(f"--data-local {local}: {error}") from None
         return target
 
-    return together(body)
+    together(lambda: body(wait=not first))
+    # In another container of the same host name, there is another folder of this name.
+    return together(lambda: body(wait=False))
 
 
 def copy(pack: Pack, target: Path, *, show_progress: bool) -> None:
-    """Copy the files of a pack that are missing in `target`, the index at last."""
-    sizes = {shard.name: shard.bytes for shard in pack.shards}
+    """Copy the files of a pack that are missing or damaged in `target`, the index at last."""
     with writing(target):
         target.mkdir(parents=True, exist_ok=True)
-    with (target / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another job on this host may be copying it
-        if (target / INDEX).exists():
-            Pack(target, check=True)
+        lock = (target / ".lock").open("w")
+    with lock:
+        with suppress(OSError):  # file systems without locks; another job may be copying it
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if is_whole(target, pack):
             return
-        left = {n: s for n, s in sizes.items() if not (target / n).exists()}
-        free = shutil.disk_usage(target).free
-        if sum(left.values()) > free:
+        (target / INDEX).unlink(missing_ok=True)
+        left = [shard for shard in pack.shards if not is_copied(target / shard.name, shard)]
+        needed, free = sum(shard.bytes for shard in left), shutil.disk_usage(target).free
+        if needed > free:
             raise InputError(
-                f"--data-local {target.parent} has {free / 1e9:.1f} GB left, and "
-                f"{pack.root} needs {sum(left.values()) / 1e9:.1f} GB: make room, or leave it out"
+                f"--data-local {target.parent} has {free / 1e9:.1f} GB left, and {pack.root} "
+                f"needs {needed / 1e9:.1f} GB: make room, or leave it out"
             )
         bar = progress_bar(
             len(left), main=show_progress, unit="tar file", desc="copying", keep=False
         )
         with bar:
-            for name in (*left, INDEX):
-                (target / name).parent.mkdir(exist_ok=True)
-                with (pack.root / name).open("rb") as file:
-                    write_file(target / name, partial(shutil.copyfileobj, file, length=2**22))
+            for shard in left:
+                pack.check(shard)
+                copy_file(pack.root / shard.name, target / shard.name)
                 bar.update()
-    Pack(target, check=True)
+        copy_file(pack.root / INDEX, target / INDEX)
+
+
+def is_whole(target: Path, pack: Pack) -> bool:
+    """Whether all files of a pack are in another folder."""
+    there = (target / INDEX).exists()
+    return there and all(is_copied(target / shard.name, shard) for shard in pack.shards)
+
+
+def is_copied(path: Path, shard: Shard) -> bool:
+    """Whether a tar file has its size and its first bytes."""
+    if not path.exists() or path.stat().st_size != shard.bytes:
+        return False
+    with path.open("rb") as file:
+        return zlib.crc32(file.read(HEAD)) == shard.head_crc32
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file completely or not at all."""
+    target.parent.mkdir(exist_ok=True)
+    with source.open("rb") as file:
+        write_file(target, partial(shutil.copyfileobj, file, length=2**22))
 
 
 @dataclass

@@ -467,6 +467,8 @@ def test_photos_that_training_would_leave_out_are_counted_or_refused(
     kinds = "link to a folder 4, .gif 1, .heic 1"
     assert f"files left out, not images by their names: 6 ({kinds})" in said
     assert f"1 images in {tmp_path} are left out: they are in no class's folder" in said
+    (first / "in circles.txt").symlink_to("in circles.txt")
+    list_images(tmp_path)
     (second / "gone.jpg").symlink_to("annex/gone.jpg")
     with pytest.raises(InputError, match=r"gone.jpg is a link to annex/gone.jpg, which does not"):
         list_images(tmp_path)
@@ -529,6 +531,9 @@ def test_a_kept_list_is_used_until_a_folder_changes(
     assert not listed()[1], "another folder"
     index.write_bytes(index.read_bytes()[:-1])
     with pytest.raises(InputError, match="is no list of images"):
+        listed()
+    index = root / "index"
+    with pytest.raises(InputError, match="which changes when it is written"):
         listed()
     index = tmp_path / "no" / "where" / "index"
     with pytest.raises(InputError, match=r"--data-index: cannot write \S+where"):

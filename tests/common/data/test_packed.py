@@ -24,7 +24,7 @@ from common.launch.ranks import Ranks
 from common.writing import write_file
 from tests.helpers.commands import Recipe
 from tests.helpers.images import flowers, photo
-from tests.helpers.packs import DAMAGES, flip_image
+from tests.helpers.packs import DAMAGES, flip_image, remove
 from tests.helpers.pool import Pool, in_group
 from tools import pack as tool
 
@@ -365,8 +365,14 @@ def test_one_rank_copies_the_pack_to_the_hosts_own_disk(
     (target / "000001.tar").unlink()
     assert in_group(Ranks(), local_copy, made, tmp_path / "local") == (target, 2), "continued"
     os.truncate(target / "000000.tar", 5)
-    with pytest.raises(InputError, match="has 5 bytes"):
-        in_group(Ranks(), local_copy, made, tmp_path / "local")
+    assert in_group(Ranks(), local_copy, made, tmp_path / "local") == (target, 2), "repaired"
+    assert {**contents(made), ".lock": b""} == contents(target)
+
+
+def test_a_damaged_pack_is_not_copied(own: Path, tmp_path: Path) -> None:
+    remove(own)
+    with pytest.raises(InputError, match=r"own/000001.tar is missing"):
+        in_group(Ranks(), local_copy, own, tmp_path / "local")
 
 
 def test_a_local_disk_without_room_is_refused(
