@@ -29,6 +29,7 @@ from common.data.datasets import IMAGENET_MEAN, IMAGENET_STD, DataOptions, load_
 from common.data.image_folder import Listing
 from common.data.loaders import rank_loaders
 from common.data.packed import Pack
+from common.data.stream import GlobalBatches
 from common.errors import InputError
 from common.figure import save_figure
 from common.group.process_group import process_group
@@ -152,7 +153,7 @@ def start(kind: str, folder: Path, count: int) -> dict[str, float]:
 
 
 def questions(kind: str, folder: Path, count: int) -> int:
-    """System calls of all processes that name a file or a folder of the data, up to one step."""
+    """System calls of all processes that name the data or a part of it, before the first step."""
     out, trace = folder / "run", folder / "trace"
     shutil.rmtree(out, ignore_errors=True)
     path = options_of(kind, folder, count)[3]
@@ -208,8 +209,6 @@ def open_index(folder: Path) -> str:
     checked_s = time.perf_counter() - begun_s
     opened_mib = private_mib() - before
     train, _ = found.listing.split(0)
-    from common.data.stream import GlobalBatches
-
     next(iter(GlobalBatches(len(train), 64, 0, 0, 1)))
     return f"{opened_s} {checked_s} {opened_mib} {private_mib() - before}"
 
@@ -240,11 +239,10 @@ def speed_of_reader(reader: str, root: Path, side: int, count: int) -> float:
         return timed(
             webdataset.WebLoader(pairs.batched(32), batch_size=None, num_workers=WORKERS), count
         )
-    name = "packed" if reader == "blocks" else reader
-    data_name: Any = "packed" if name == "packed" else "imagefolder"
+    is_folder = reader == "folder"
     options = DataOptions(
-        data=data_name,
-        data_path=root / name,
+        data="imagefolder" if is_folder else "packed",
+        data_path=root / ("folder" if is_folder else "packed"),
         verify_images=False,
         num_workers=WORKERS,
         image_size=side,

@@ -95,11 +95,11 @@ def files_below(
         if entry.is_dir(follow_symlinks=False):
             if not entry.name.startswith("."):
                 yield from files_below(option, entry.path, looked_into)
-        elif entry.is_file(follow_symlinks=False) or (entry.is_symlink() and _is_data(entry)):
+        elif entry.is_file(follow_symlinks=False) or (entry.is_symlink() and _is_no_pipe(entry)):
             yield entry
 
 
-def _is_data(link: "os.DirEntry[str]") -> bool:
+def _is_no_pipe(link: "os.DirEntry[str]") -> bool:
     """Whether a link leads to a file, to a folder, or to nothing; and not to a pipe or a device."""
     target = Path(link.path)  # its methods also know links that lead in circles
     return target.is_file() or target.is_dir() or not target.exists()

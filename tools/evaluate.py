@@ -14,6 +14,7 @@ recipes with own data or an own model see docs/bring-your-own.md.
 import argparse
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -121,7 +122,7 @@ def samples_of(
     if folder is None:
         return validation(run, held_out(run, options, ranks)), True
     if options.data_path is not None:
-        if (folder / INDEX).exists():
+        if os.access(folder / INDEX, os.F_OK):
             options = replace(options, data="packed")
         elif options.data == "packed":
             options = replace(options, data="imagefolder")

@@ -33,14 +33,14 @@ import PIL
 from numpy.typing import NDArray
 
 from common.data.array_file import Texts, write_arrays
-from common.data.decode import image_fault, is_image
+from common.data.decode import image_fault, is_image, refuse_faults
 from common.data.image_folder import Files, Header, Listing, list_images
 from common.data.packed import HEAD, INDEX, RESTORE, Pack, Shard
 from common.errors import InputError, TrainingError
 from common.group.host import usable_cores
 from common.launch.report import say
 from common.option_rules import refuse_below
-from common.parse import given_path
+from common.parse import given_path, input_errors
 from common.reading import read_json, refuse_closed
 from common.run.claim import refuse_in_data
 from common.terminal import progress_bar
@@ -56,7 +56,6 @@ BEGUN = "packing.json"
 WINDOW = 512
 """Images that are in memory at once."""
 
-
 RECORD = np.dtype([("shard", "i4"), ("offset", "i8"), ("size", "u4"), ("crc32", "u4")])
 """What the index says of an image, as `common.data.packed` describes it."""
 
@@ -64,13 +63,6 @@ RECORD = np.dtype([("shard", "i4"), ("offset", "i8"), ("size", "u4"), ("crc32", 
 def record(shard: int, offset: int, content: bytes) -> tuple[int, int, int, int]:
     """That of one image."""
     return shard, offset, len(content), zlib.crc32(content)
-
-
-def refuse(faults: Sequence[str], advice: str) -> None:
-    """Raise InputError with the first of all faults that were found, if there are any."""
-    if faults:
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise InputError(f"{faults[0]}{more}: {advice}")
 
 
 def smaller(content: bytes, largest_side: int, quality: int) -> bytes:
@@ -196,7 +188,7 @@ def write_shards(
                 place = file.tell() - padded(len(content))
                 records[index] = record(number, place, content)
                 add(file, f"{index:09d}.cls", str(listing.labels[index]).encode())
-        refuse(faults, "remove or replace it")
+        refuse_faults(faults, "remove or replace it")
         file.write(bytes(2 * BLOCK))
 
     bar = progress_bar(len(files), unit="image", desc="packing", keep=False)
@@ -297,7 +289,7 @@ def index(root: Path) -> str:
                 classes.append(label)
             counts.append(len(names))
             bar.update()
-    refuse(faults, "pack it again without this image")
+    refuse_faults(faults, "pack it again without this image")
     if not names:
         raise InputError(f"{tars[0]} holds no images")
     if all(name.isdecimal() for name in classes):
@@ -378,7 +370,7 @@ def verify(root: Path) -> str:
     with bar, ThreadPoolExecutor(usable_cores()) as pool:
         for _ in ahead(pool, look, order):
             bar.update()
-    refuse(faults, RESTORE)
+    refuse_faults(faults, RESTORE)
     return f"ok: {len(found):,} images in {len(found.shards)} tar files are as they were packed"
 
 
@@ -395,7 +387,8 @@ def main(arguments: Sequence[str]) -> int:
         option("--largest-side", type=int, metavar="PX", help="resize images with a longer side")
         option("--quality", type=int, default=90, help="of resized JPEGs (default %(default)s)")
         given = parser.parse_args(arguments)
-        refuse_below(given, shard_mib=1, largest_side=1, quality=1)
+        with input_errors():
+            refuse_below(given, shard_mib=1, largest_side=1, quality=1)
         if given.verify:
             print(verify(given.out or given.data))
         elif given.out is None:

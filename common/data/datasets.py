@@ -77,7 +77,7 @@ class DataOptions(LoaderOptions):
     shifted and mirrored; photos cut out, resized and mirrored."""
     data_index: Path | None = may_change(None)
     """imagefolder: keep the list of files in this file; the next run trusts it if no folder has
-    changed, and asks for no file. A file overwritten in its place is then not noticed."""
+    changed, and looks at no file. It does not notice a file that was overwritten in its place."""
     data_local: Path | None = may_change(None)
     """packed: copy it to this folder first, once per host, such as a job's $TMPDIR."""
     shuffle_block: int = since(0, earlier=0)

@@ -45,9 +45,14 @@ def verify(files: Sequence[tuple[Path, object]], *, show_progress: bool) -> None
             for fault in pool.map(lambda path: image_fault(path, str(path)), paths):
                 faults += [fault] if fault else []
                 bar.update()
+    refuse_faults(faults, "remove or replace it")
+
+
+def refuse_faults(faults: Sequence[str], advice: str) -> None:
+    """Raise InputError with the first of the faults and the number of the others, if any."""
     if faults:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise InputError(f"{faults[0]}{more}: remove or replace it")
+        raise InputError(f"{faults[0]}{more}: {advice}")
 
 
 def image_fault(source: Path | bytes, name: str) -> str | None:

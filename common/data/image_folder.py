@@ -330,8 +330,10 @@ def list_once_per_host(root: Path, ranks: Ranks, index: Path | None = None) -> t
         def own() -> tuple[tuple[Listing, str] | None, str]:
             if first != ranks.rank:
                 return None, ""
-            found = kept_list(root, index, ranks) if index else None
-            found = found or list_images(root, show_progress=ranks.is_main)
+            if index:
+                found = kept_list(root, index, ranks)
+            else:
+                found = list_images(root, show_progress=ranks.is_main)
             path = ""
             if homes.count(homes[first]) > 1:
                 with suppress(OSError):  # no room, or no right to write there
@@ -352,7 +354,7 @@ def _close(file: Any) -> None:
         file.close()
 
 
-def kept_list(root: Path, index: Path, ranks: Ranks) -> tuple[Listing, str] | None:
+def kept_list(root: Path, index: Path, ranks: Ranks) -> tuple[Listing, str]:
     """The list in `index`, if no folder has changed since; else a new one, which is kept there.
 
     A folder changes when a file in it is added, removed or renamed, but not when one is written
@@ -459,8 +461,13 @@ def verify_once(files: Sequence[tuple[Path, int]], copy: str, ranks: Ranks) -> N
     found = gather((copy, known))
     peers = [rank for rank, (other, _) in enumerate(found) if other == copy]
     known = all(found[rank][1] for rank in peers)
-    mine = files[len(files) if known else peers.index(dist.get_rank()) :: len(peers)]
-    together(lambda: verify(mine, show_progress=ranks.is_main) if mine else None)
+
+    def verify_mine() -> None:
+        if not known:
+            mine = files[peers.index(dist.get_rank()) :: len(peers)]
+            verify(mine, show_progress=ranks.is_main)
+
+    together(verify_mine)
     if known:
         log.info(f"{len(files)} images: verified before, unchanged since ({marker.parent})")
     else:

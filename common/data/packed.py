@@ -21,6 +21,7 @@ import fcntl
 import os
 import resource
 import shutil
+import socket
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -58,6 +59,21 @@ class Shard:
     bytes: int
     head_crc32: int
 
+    def fault(self, root: Path) -> str:
+        """Why the file in `root` cannot be this one; empty: its size and beginning are right."""
+        path = root / self.name
+        if not path.exists():
+            return f"{path} is missing"
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != self.bytes:
+                said = f"{path} has {size:,} bytes, and {self.bytes:,} by {INDEX}"
+                return f"{said}: it is cut off or of another pack"
+            if zlib.crc32(file.read(HEAD)) != self.head_crc32:
+                said = f"{path} begins with other bytes than {INDEX} says"
+                return f"{said}: it is damaged or of another pack"
+        return ""
+
 
 class Pack:
     """An open pack.
@@ -84,7 +100,7 @@ class Pack:
             self.arrays, more = read_arrays(index, check=check)
             self.shards = [Shard(**entry) for entry in more["shards"]]
             self.made: dict[str, Any] = more["made"]
-            """How: the options, versions, and the SHA-256 over all checksums."""
+            """How: the options, and the SHA-256 over the rest of the index."""
             header = {name: more[name] for name in Header.__dataclass_fields__}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{index} is damaged ({error}): {RESTORE}") from None
@@ -103,23 +119,10 @@ class Pack:
         self._files: dict[int, int] = {}
 
     def check(self, shard: Shard) -> None:
-        """Refuse a tar file that is missing, cut off, or another one."""
-        path = self.root / shard.name
-        if not path.exists():
-            raise InputError(f"{path} is missing: {RESTORE}")
-        refuse_closed("--data-path", path)
-        with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != shard.bytes:
-                raise InputError(
-                    f"{path} has {size:,} bytes, and {shard.bytes:,} by {INDEX}: it is cut off or "
-                    f"of another pack: {RESTORE}"
-                )
-            if zlib.crc32(file.read(HEAD)) != shard.head_crc32:
-                raise InputError(
-                    f"{path} begins with other bytes than {INDEX} says: it is damaged or of "
-                    f"another pack: {RESTORE}"
-                )
+        """Raise InputError for a tar file that is closed to this user, or has a fault."""
+        refuse_closed("--data-path", self.root / shard.name)
+        if fault := shard.fault(self.root):
+            raise InputError(f"{fault}: {RESTORE}")
 
     def __len__(self) -> int:
         return len(self.arrays["size"])
@@ -153,9 +156,9 @@ class Pack:
 
     def will_read(self, indices: Sequence[int]) -> None:
         """Let the disk fetch these images now, in the order in which they lie on it."""
-        shard, offset = self.arrays["shard"], self.arrays["offset"]
-        for index in sorted(indices, key=lambda i: (int(shard[i]), int(offset[i]))):
-            place, size = int(offset[index]), int(self.arrays["size"][index])
+        wanted = np.asarray(indices)
+        for index in wanted[self.in_order_of_the_disk(wanted)].tolist():
+            place, size = int(self.arrays["offset"][index]), int(self.arrays["size"][index])
             with suppress(OSError):  # `read` says it
                 os.posix_fadvise(self._file(index), place, size, os.POSIX_FADV_WILLNEED)
 
@@ -176,11 +179,10 @@ class Pack:
 
 def open_on_all_ranks(root: Path, ranks: Ranks) -> Pack:
     """Open a pack; one rank per host checks it. Calls collectives."""
-    hosts = gather(os.uname().nodename)
+    first = first_of_host(ranks)
     with agreed():
-        pack = Pack(root, check=hosts.index(hosts[ranks.rank]) == ranks.rank)
-        identity = pack.made["sha256"]
-    found = gather(identity)
+        pack = Pack(root, check=first)
+    found = gather(pack.made["sha256"])
     with agreed():
         if found[ranks.rank] != found[0]:
             raise InputError(f"--data-path {root} is another pack than on rank 0")
@@ -196,22 +198,27 @@ def copied_once_per_host(root: Path, local: Path, ranks: Ranks) -> Path:
     Raises:
         InputError: `root` is no pack, or damaged; `local` has too little room or is closed.
     """
-    hosts = gather(os.uname().nodename)
-    first = hosts.index(hosts[ranks.rank]) == ranks.rank
-
-    def body(*, wait: bool) -> Path:
+    first = first_of_host(ranks)
+    with agreed():
         pack = Pack(root, check=False)
-        target = local / f"{root.name}-{pack.made['sha256'][:16]}"
-        if not wait and not is_whole(target, pack):
+    target = local / f"{root.name}-{pack.made['sha256'][:16]}"
+
+    def complete() -> None:
+        if not is_whole(target, pack):
             try:
                 copy(pack, target, show_progress=ranks.is_main)
             except TrainingError as error:
                 raise InputError(f"--data-local {local}: {error}") from None
-        return target
 
-    together(lambda: body(wait=not first))
-    # In another container of the same host name, there is another folder of this name.
-    return together(lambda: body(wait=False))
+    together(complete if first else lambda: None)
+    together(complete)  # in another container of this host's name, `target` is another folder
+    return target
+
+
+def first_of_host(ranks: Ranks) -> bool:
+    """Whether this rank is the first one of its host. Calls a collective."""
+    hosts = gather(socket.gethostname())
+    return hosts.index(hosts[ranks.rank]) == ranks.rank
 
 
 def copy(pack: Pack, target: Path, *, show_progress: bool) -> None:
@@ -225,7 +232,7 @@ def copy(pack: Pack, target: Path, *, show_progress: bool) -> None:
         if is_whole(target, pack):
             return
         (target / INDEX).unlink(missing_ok=True)
-        left = [shard for shard in pack.shards if not is_copied(target / shard.name, shard)]
+        left = [shard for shard in pack.shards if shard.fault(target)]
         needed, free = sum(shard.bytes for shard in left), shutil.disk_usage(target).free
         if needed > free:
             raise InputError(
@@ -245,16 +252,7 @@ def copy(pack: Pack, target: Path, *, show_progress: bool) -> None:
 
 def is_whole(target: Path, pack: Pack) -> bool:
     """Whether all files of a pack are in another folder."""
-    there = (target / INDEX).exists()
-    return there and all(is_copied(target / shard.name, shard) for shard in pack.shards)
-
-
-def is_copied(path: Path, shard: Shard) -> bool:
-    """Whether a tar file has its size and its first bytes."""
-    if not path.exists() or path.stat().st_size != shard.bytes:
-        return False
-    with path.open("rb") as file:
-        return zlib.crc32(file.read(HEAD)) == shard.head_crc32
+    return (target / INDEX).exists() and not any(shard.fault(target) for shard in pack.shards)
 
 
 def copy_file(source: Path, target: Path) -> None:

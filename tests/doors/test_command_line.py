@@ -738,12 +738,18 @@ def test_an_interpreter_without_the_packages_is_one_line(
     assert "Traceback" not in result.stderr
 
 
-def test_make_names_the_package_of_the_module_venv(recipe: Recipe) -> None:
+def only_the_makefile(folder: Path) -> Path:
+    """A copy of the Makefile, and a lock file without packages."""
     need("make")
-    copy, without = recipe.tmp_path / "copy", recipe.tmp_path / "without"
-    (copy / "docker" / "stacks").mkdir(parents=True)
-    (copy / "docker" / "stacks" / "cu132.txt").write_text("# nothing\n")
-    shutil.copy(ROOT / "Makefile", copy)
+    stacks = folder / "docker" / "stacks"
+    stacks.mkdir(parents=True)
+    (stacks / "cu132.txt").write_text("# nothing\n")
+    shutil.copy(ROOT / "Makefile", folder)
+    return folder
+
+
+def test_make_names_the_package_of_the_module_venv(recipe: Recipe) -> None:
+    copy, without = only_the_makefile(recipe.tmp_path / "copy"), recipe.tmp_path / "without"
     without.mkdir()
     (without / "ensurepip.py").write_text("raise ModuleNotFoundError")
     process = recipe.start("make", "-C", copy, "venv", env={"PYTHONPATH": str(without)})
@@ -755,11 +761,7 @@ def test_make_names_the_package_of_the_module_venv(recipe: Recipe) -> None:
 
 
 def test_make_installs_nothing_on_macos_and_names_the_container(recipe: Recipe) -> None:
-    need("make")
-    copy, programs = recipe.tmp_path / "copy", recipe.tmp_path / "programs"
-    (copy / "docker" / "stacks").mkdir(parents=True)
-    (copy / "docker" / "stacks" / "cu132.txt").write_text("# nothing\n")
-    shutil.copy(ROOT / "Makefile", copy)
+    copy, programs = only_the_makefile(recipe.tmp_path / "copy"), recipe.tmp_path / "programs"
     programs.mkdir()
     (programs / "uname").write_text("#!/bin/sh\necho Darwin\n")
     (programs / "uname").chmod(0o755)

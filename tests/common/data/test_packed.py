@@ -394,3 +394,8 @@ def test_blocks_hold_images_that_lie_side_by_side(made: Path) -> None:
     ]
     assert places == sorted(places)
     assert sorted(data.blocks.order) == list(range(len(data.train)))
+
+
+def test_an_option_that_means_nothing_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main(["photos", "out", "--shard-mib", "0"]) == 2
+    assert capsys.readouterr().err == "error: --shard-mib must be at least 1, got 0\n"
