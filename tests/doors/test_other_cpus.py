@@ -15,8 +15,10 @@ from tests.helpers.commands import ROOT, Recipe, Result
 from tests.helpers.images import photo
 from tests.helpers.machine import EMULATED_CPUS, need
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
+EMULATION_PATIENCE_S = 1500
+"""Like `PATIENCE_S`, of a command that computes for minutes: 170 s on two idle cores."""
 CASES = {
     "group-norm": "ddp_launch --max-steps 3",
     "photos": "ddp_launch --max-steps 2 --model resnet18 --data imagefolder --data-path photos "
@@ -51,17 +53,19 @@ class Machines:
         for cpu, each in runs.items():
             lines = [run.format(cpu=cpu) for run in each]
             begun[cpu] = self._start(cpu, "-c", _RUN_ALL, *lines)
-        return {cpu: self.runner.finish(one, self.folder).assert_ok() for cpu, one in begun.items()}
+        return {cpu: self._finish(one) for cpu, one in begun.items()}
 
     def operations(self, *cpus: str) -> list[dict[str, str]]:
         """Of each CPU: operation to a hash of its result, with portable kernels."""
         begun = [self._start(cpu, "-m", "tests.helpers.operations") for cpu in cpus]
-        ended = [self.runner.finish(one, self.folder).assert_ok() for one in begun]
-        return [json.loads(result.stdout) for result in ended]
+        return [json.loads(self._finish(one).stdout) for one in begun]
 
     def _start(self, cpu: str, *python: str) -> "subprocess.Popen[str]":
         emulator = () if cpu == "native" else ("qemu-x86_64-static", "-cpu", cpu)
         return self.runner.start(*emulator, sys.executable, *python)
+
+    def _finish(self, process: "subprocess.Popen[str]") -> Result:
+        return self.runner.finish(process, self.folder, EMULATION_PATIENCE_S).assert_ok()
 
     def read(self, run: str, name: str) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((self.folder / run / f"{name}.json").read_text())
