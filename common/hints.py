@@ -21,7 +21,10 @@ _FOLLOWS = (
     r"remote process exited or there was a network error|NET/IB.*: Got completion from peer"
 )
 
-NO_THREAD = r"can't start new thread|pthread_create failed|^(\w+Error:? )?Resource temporarily unav"
+NO_THREAD = (
+    r"can't start new thread|unable to start watchdog thread|pthread_create failed"
+    r"|^(\w+Error:? )?Resource temporarily unav"
+)
 """What Python and C++ say where a limit of processes and threads is reached."""
 
 _TABLE = {

@@ -6,6 +6,7 @@ In the folder of a run, nothing is written once the folder is no longer the run'
 import errno
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from common.errors import TrainingError
+from common.hints import NO_THREAD
 from common.owner import refuse_lost
 
 _FILES = {
@@ -51,6 +53,8 @@ def writing(path: Path, what: str = "", then: str = "run the same command again"
     except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
         with suppress(OSError):
             refuse_lost(path)  # perhaps the reason
+        if re.search(NO_THREAD, str(error), re.I):
+            raise  # no fault of the file's
         cause = error if isinstance(error, OSError) else error.__context__ or error
         why = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
         raise TrainingError(

@@ -198,6 +198,10 @@ conclude() { # STATUS of the step: end the job with it, or have it requeued to g
         ! [[ $run/snapshots/$newest -nt $RECIPES_STATUS ]]; then
         status=2
     fi
+    if ((status == 137)); then # perhaps no rank is left to say so
+        echo "error: a rank was killed by SIGKILL; if no line above says why, perhaps out of memory:" \
+            "sacct -j $job -o State,MaxRSS; give --mem or --mem-per-cpu, or fewer --num-workers" >&2
+    fi
     if ((status == 2)) && [[ $newest != none ]]; then # the place is to blame, not the options
         echo "fix this, then continue from $(from "$newest"): $(resubmit)" >&2
     fi

@@ -21,8 +21,12 @@ counted for another group, 1, 2 and 4 ranks of ddp_launch came to their first st
 NEEDED = "0.8 GB"
 """Memory of a rank before its first batch, with its libraries, which ranks share (0.79 GB)."""
 
-RANK_TASKS = 4
-"""Threads of a rank, at least, which the kernel counts like processes. check_network has 7."""
+RANK_TASKS, LAUNCHER_TASKS = 8, 2
+"""Threads, which the kernel counts like processes, of a rank and of what starts the ranks.
+
+At least: 2 ranks of check_network had 18, and of ddp_launch 22. With fewer, a thread that gloo
+cannot start ends the rank without a word, or leaves its peer waiting.
+"""
 
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
@@ -32,7 +36,7 @@ def refuse_more_than_fit(ranks: int) -> None:
     needed, swap = rank_bytes(), _meminfo().get("SwapFree:", 0) * 2**10
     limits = [
         *((size // needed, says, f"{needed >> 20} MiB") for size, says in _free_memory(swap)),
-        *((number // RANK_TASKS, says, str(RANK_TASKS)) for number, says in _tasks()),
+        *(((n - LAUNCHER_TASKS) // RANK_TASKS, says, str(RANK_TASKS)) for n, says in _tasks()),
     ]
     fit, says, least = min(limits, default=(ranks, "", ""))
     if ranks > max(1, fit):

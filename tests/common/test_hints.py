@@ -99,6 +99,7 @@ MESSAGES = [
     ),
     ("rank 1 on n1 was killed by SIGKILL", "half the --global-batch-size"),
     ("RuntimeError: can't start new thread", "larger --pids-limit"),
+    ("RuntimeError: unable to start watchdog thread", "larger --pids-limit"),
     ("RuntimeError Resource temporarily unavailable", "larger --pids-limit"),
     ("rank 1 on n1 ended too early (status 0)", "os._exit()"),
     ("rank 1 on n1 was killed by SIGABRT", "TORCH_DISTRIBUTED_DEBUG=DETAIL"),

@@ -18,7 +18,7 @@ import torch
 from common.errors import TrainingError
 from common.run.curves import Curves
 from common.weights import save_weights
-from common.writing import write_bytes, write_json
+from common.writing import write_bytes, write_json, writing
 from recipes.fsdp.parallel import whole_model
 from tests.helpers.commands import Recipe
 from tests.helpers.machine import need, need_root, small_disk
@@ -43,6 +43,12 @@ def test_a_full_disk_is_named_and_leaves_the_file_before(tmp_path: Path, name: s
         assert contents(disk) == before
         assert [path.name for path in disk.iterdir()] == [name], "no temporary file is left"
         WRITERS[name](disk / name, 40_000)
+
+
+@pytest.mark.parametrize("says", ["can't start new thread", "unable to start watchdog thread"])
+def test_a_thread_that_cannot_start_is_no_fault_of_the_file(tmp_path: Path, says: str) -> None:
+    with pytest.raises(RuntimeError, match=f"^{says}$"), writing(tmp_path / "logs"):
+        raise RuntimeError(says)
 
 
 def test_a_full_disk_while_a_sharded_model_is_gathered_is_named(pool: Pool, tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ OPTIONS = ("--epochs", "12", "--snapshot-every", str(EVERY), "--log-every", "1")
 TWO_BY_TWO = ("--nodes", "2", "--ntasks-per-node", "2")
 # Python reads this before anything else: what a test must change inside a rank.
 _SITECUSTOMIZE = """\
-import os, time
+import os, signal, time
 rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
-if "SLURM_STEP_ID" in os.environ and ("FAIL_AT" in os.environ or "STEP_S" in os.environ):
+if "SLURM_STEP_ID" in os.environ and {"FAIL_AT", "KILLED_AT", "STEP_S"} & {*os.environ}:
     from common.run.loop import Loop
     after_step = Loop.after_step
     begun = int(os.environ.get("SLURM_RESTART_COUNT", 0))
@@ -28,6 +28,8 @@ if "SLURM_STEP_ID" in os.environ and ("FAIL_AT" in os.environ or "STEP_S" in os.
         time.sleep(float(os.environ.get("STEP_S", 0)) if slowly else 0)
         if rank == "3" and self.state.step == int(os.environ.get("FAIL_AT", -1)):
             raise RuntimeError("a bug of this test")
+        if self.state.step == int(os.environ.get("KILLED_AT", -1)):
+            os.kill(os.getpid(), signal.SIGKILL)
     Loop.after_step = changed
 if "SLURM_STEP_ID" in os.environ and rank == os.environ.get("REFUSED", ""):
     from common import cli

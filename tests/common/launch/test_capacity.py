@@ -9,10 +9,15 @@ import pytest
 from common import cli
 from common.errors import InputError
 from common.launch import capacity
-from common.launch.capacity import RANK_BYTES, RANK_TASKS, refuse_more_than_fit
+from common.launch.capacity import LAUNCHER_TASKS, RANK_BYTES, RANK_TASKS, refuse_more_than_fit
 from tests.helpers.commands import Recipe
 
 KIB_PER_RANK = RANK_BYTES // 2**10
+
+
+def tasks(ranks: int) -> int:
+    """Processes and threads that `ranks` need at least."""
+    return LAUNCHER_TASKS + ranks * RANK_TASKS
 
 
 @pytest.fixture
@@ -46,9 +51,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
             "2016 MiB of memory are free, and each process needs at least 224 MiB",
         ),
         ("cgroup/job/step/memory.max", "max", 9, "memory are free"),
-        ("cgroup/pids/job/pids.max", f"{RANK_TASKS * 5}", 5, "allows 20 processes and threads"),
-        ("cgroup/job/pids.max", f"{RANK_TASKS * 4 + 1}", 4, "each process needs at least 4"),
-        ("proc/sys/kernel/threads-max", f"{RANK_TASKS * 6}", 6, "kernel.threads-max allows 24"),
+        ("cgroup/pids/job/pids.max", f"{tasks(5)}", 5, "allows 42 processes and threads"),
+        ("cgroup/job/pids.max", f"{tasks(4) + 1}", 4, "each process needs at least 8"),
+        ("proc/sys/kernel/threads-max", f"{tasks(6)}", 6, "kernel.threads-max allows 50"),
     ],
 )
 def test_the_least_limit_decides_how_many_fit(
@@ -122,8 +127,8 @@ def test_slurms_variables_refuse_nothing(
 
 @pytest.mark.usefixtures("machine")
 def test_ulimit_u_counts_for_all_users_but_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (RANK_TASKS * 2, RANK_TASKS * 2))
-    with pytest.raises(InputError, match=r"ulimit -u allows 8 .*: start 2 or fewer"):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (tasks(2), tasks(2)))
+    with pytest.raises(InputError, match=r"ulimit -u allows 18 .*: start 2 or fewer"):
         refuse_more_than_fit(3)
     monkeypatch.setattr("os.geteuid", lambda: 0)
     refuse_more_than_fit(3)

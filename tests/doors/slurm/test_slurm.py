@@ -502,6 +502,20 @@ def test_a_failing_rank_ends_the_job_and_is_named(submit: Submitter) -> None:
     assert re.search(r"(?m)^error: rank 3 on n2: a bug of this test$", job.said)
 
 
+def test_a_killed_rank_without_peers_is_named(submit: Submitter) -> None:
+    """Nobody else is left to say so."""
+    job = submit(
+        "train",
+        *"ddp_launch --nproc 1 --global-batch-size 96".split(),
+        env=submit.patch(KILLED_AT="2"),
+        sbatch=("--nodes=1", "--ntasks-per-node=1"),
+    )
+    info = job.ended()
+    assert (info["JobState"], info["ExitCode"], info["Restarts"]) == ("FAILED", "1:0", "0")
+    (error,) = re.findall("(?m)^error: .*$", job.said)
+    assert re.match("error: a rank was killed by SIGKILL; if .*, perhaps out of memory: .*--mem", error)
+
+
 WRONG = {
     "recipe": (("ddp_lunch",), {}, (), "no recipe 'ddp_lunch'"),
     "option": (("ddp_launch", "--epocs", "3"), {}, (), "--epocs"),
