@@ -1,8 +1,9 @@
-"""What many images cost: the start of a run, memory, questions to the file system, reading.
+"""What many images and many ranks cost: the start of a run, memory, questions, reading.
 
 It needs root, to empty the page cache, and strace. A million images are hard links to a thousand.
 """
 
+import json
 import os
 import re
 import shutil
@@ -45,6 +46,7 @@ COUNTS = (10**4, 10**5, 10**6)
 CLASSES, LINKED, WORKERS = 1000, 1000, 2
 CPU = torch.device("cpu")
 OPTIONS = {"nproc": 2, "num-workers": 2, "image-size": 32, "global-batch-size": 64, "log-every": 1}
+RANKS = (2, 8, 32, 64)
 STARTS = {
     "folder": "folder",
     "kept": "folder, `--data-index` kept",
@@ -150,6 +152,34 @@ def start(kind: str, folder: Path, count: int) -> dict[str, float]:
         process.send_signal(signal.SIGKILL)
         process.wait()
         time.sleep(1)  # its ranks end with it
+
+
+def meeting(ranks: int, folder: Path) -> dict[str, float]:
+    """Ranks of check_network, which load torch and no data: when they met [s], memory [MiB]."""
+    out = folder / "network"
+    shutil.rmtree(out, ignore_errors=True)
+    words = f"check_network --nproc {ranks} --device cpu --largest 1 --rounds 1 --timeout-s 600"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "recipes", *words.split(), "--output-dir", str(out)],
+        env=fresh_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    launcher, rank = [0.0], [0.0]
+    while process.poll() is None:
+        with suppress(OSError, IndexError):  # it has just ended
+            launcher.append(mebibytes_of(process.pid))
+        for child in list(tree(process.pid))[:1]:
+            with suppress(OSError, IndexError):
+                rank.append(mebibytes_of(child))
+        time.sleep(0.2)
+    found = json.loads((out / "network.json").read_text())
+    assert len(found["ranks"]) == ranks
+    return {
+        "met_s": found["met_after_s"],
+        "launcher_mib": max(launcher),
+        "rank_mib": max(rank),
+    }
 
 
 def questions(kind: str, folder: Path, count: int) -> int:
@@ -322,7 +352,8 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
                 return float(run_fresh("benchmarks.scale", words).split()[-1])
 
             reading[f"{name}{', cold' if cold else ''}"] = in_turn(list(READERS), one, rounds)
-    result = {"starts": starts, "index": opened, "reading": reading}
+    meetings = {str(n): [meeting(n, folder) for _ in range(rounds)] for n in RANKS}
+    result = {"starts": starts, "index": opened, "reading": reading, "ranks": meetings}
     return {"tables": tables(result, rounds), **result}
 
 
@@ -378,7 +409,22 @@ def tables(result: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
             for reader in READERS
         ],
     }
-    return [first, second]
+    third = {
+        "title": f"Ranks of check_network on {os.cpu_count()} cores, which they wait for: with a "
+        f"core for each rank they would meet sooner. Median (least to most) of {rounds} starts; "
+        "memory is a process's share (PSS) at its largest.",
+        "columns": ["ranks", "all have met [s]", "what starts them [MiB]", "a rank [MiB]"],
+        "rows": [
+            [
+                ranks,
+                spread([run["met_s"] for run in runs]),
+                spread([run["launcher_mib"] for run in runs]),
+                spread([run["rank_mib"] for run in runs]),
+            ]
+            for ranks, runs in result["ranks"].items()
+        ],
+    }
+    return [first, second, third]
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

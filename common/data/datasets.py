@@ -45,7 +45,8 @@ class LoaderOptions:
     None: for photos one per free CPU core, at most 8; else 0.
     auto: measured at the start, and remembered in the run's folder."""
     pin_memory: bool = may_change(True)
-    """Page-locked host memory for copies to a GPU. Turn it off if host memory is short."""
+    """Page-locked host memory for copies to a GPU: about two batches per loading process, which
+    the kernel cannot swap out. Turn it off if host memory is short."""
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""

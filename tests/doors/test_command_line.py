@@ -310,6 +310,20 @@ def test_a_rank_that_exits_in_the_middle_of_training_is_named(recipe: Recipe) ->
 
 
 @pytest.mark.slow
+def test_from_a_notebook(recipe: Recipe) -> None:
+    """There __main__ is no file: no function of a cell can be spawned, but `main` can be called."""
+    cell = "import torch.multiprocessing as m\ndef train(rank): ...\nm.spawn(train, nprocs=2)"
+    failed = recipe.finish(recipe.start(sys.executable, "-c", cell), recipe.tmp_path)
+    assert "Can't get attribute 'train' on <module '__main__'" in failed.stderr
+    for name in ("ddp_launch", "ddp_spawn"):
+        folder = recipe.tmp_path / name
+        options = ["--nproc", "2", "--max-steps", "2", "--output-dir", str(folder)]
+        cell = f"from recipes.{name}.train import main; raise SystemExit(main({options}))"
+        process = recipe.start(sys.executable, "-c", cell, env={"PYTHONPATH": str(ROOT)})
+        assert recipe.finish(process, folder).assert_ok().summary["world_size"] == 2
+
+
+@pytest.mark.slow
 def test_started_as_a_file(recipe: Recipe, reference: Result) -> None:
     for name in ("ddp_launch", "ddp_spawn"):
         folder = recipe.tmp_path / name

@@ -513,7 +513,9 @@ def test_a_killed_rank_without_peers_is_named(submit: Submitter) -> None:
     info = job.ended()
     assert (info["JobState"], info["ExitCode"], info["Restarts"]) == ("FAILED", "1:0", "0")
     (error,) = re.findall("(?m)^error: .*$", job.said)
-    assert re.match("error: a rank was killed by SIGKILL; if .*, perhaps out of memory: .*--mem", error)
+    assert re.match(
+        "error: a rank was killed by SIGKILL; if .*, perhaps out of memory: .*--mem", error
+    )
 
 
 WRONG = {
