@@ -258,12 +258,12 @@ def test_eight_shards_on_any_number_of_processes(
         eight_ranks.run(train_model, world_size, tmp_path / name, Tricky18, options)
         return Result(0, "", "", tmp_path / name)
 
-    one = train(1, "1", 6)
-    for world_size in (3, 5, 7, 8):
-        assert_same_bits(train(world_size, str(world_size), 6), one)
-    for world_size, steps in ((7, 2), (3, 4), (5, 5), (3, 6)):
+    one = train(1, "1", 4)
+    for world_size in (3, 5, 7):
+        assert_same_bits(train(world_size, str(world_size), 4), one)
+    for world_size, steps in ((8, 1), (7, 2), (3, 3), (5, 4)):
         cut = train(world_size, "cut", steps)
-    assert cut.summary["resumed_from"] == 5
+    assert cut.summary["resumed_from"] == 3
     assert_same_bits(cut, one)
 
 
@@ -379,11 +379,10 @@ def test_a_module_under_two_names_gives_the_same_bits(pool: Pool, tmp_path: Path
 
 @pytest.mark.slow
 def test_resnet18_killed_on_five_goes_on_with_three_and_then_one(recipe: Recipe) -> None:
-    """BatchNorm throughout: ddp_launch on 1, 2 and 3; ddp_spawn; and one run over 5, 3 and 1."""
+    """BatchNorm throughout: ddp_launch on 1, ddp_spawn on 4, and one run over 5, 3 and 1."""
     whole = recipe("ddp_launch", "--nproc", "1", *RESNET, folder="1").assert_ok()
-    for name, processes in (("ddp_launch", "2"), ("ddp_launch", "3"), ("ddp_spawn", "4")):
-        run = recipe(name, "--nproc", processes, *RESNET, folder=f"{name}{processes}")
-        assert_same_bits(run.assert_ok(), whole)
+    spawned = recipe("ddp_spawn", "--nproc", "4", *RESNET, folder="4").assert_ok()
+    assert_same_bits(spawned, whole)
 
     every = ("--snapshot-every", "3")
     cut, gates = recipe.tmp_path / "cut", recipe.tmp_path / "gates"
