@@ -22,10 +22,10 @@ from common.data.packed import INDEX, Pack
 from common.errors import InputError, TrainingError
 from common.launch.ranks import Ranks
 from common.writing import write_file
-from tests.helpers.commands import Recipe
+from tests.helpers.commands import Recipe, Result
 from tests.helpers.images import flowers, photo
 from tests.helpers.packs import DAMAGES, flip_image, remove
-from tests.helpers.pool import Pool, in_group
+from tests.helpers.pool import Pool, call_main, in_group
 from tools import pack as tool
 
 MIB = 2**20
@@ -307,9 +307,15 @@ def test_ranks_with_different_packs_are_refused(pool: Pool, made: Path, tmp_path
 
 
 def test_folder_and_pack_give_the_same_bits_and_resume_each_other(
-    recipe: Recipe, tmp_path: Path
+    pool: Pool, recipe: Recipe, tmp_path: Path
 ) -> None:
     """On one rank and two, with and without a loading process."""
+
+    def alone(folder: str, *more: str | Path) -> None:
+        arguments = [*map(str, more), "--nproc", "1", "--output-dir", str(tmp_path / folder)]
+        ((status, _, said),) = pool.run(call_main, 1, "ddp_launch", arguments)
+        assert status == 0, said
+
     flowers(tmp_path / "photos")
     with_make = recipe.start(
         "make",
@@ -326,12 +332,12 @@ def test_folder_and_pack_give_the_same_bits_and_resume_each_other(
     folder = ("--data", "imagefolder", "--data-path", tmp_path / "photos", *common)
     pack: tuple[str | Path, ...]
     pack = ("--data", "packed", "--data-path", tmp_path / "packed", *common)
-    whole = recipe("ddp_launch", "--nproc", "1", *folder, folder="whole").assert_ok()
+    alone("whole", *folder)
     recipe("ddp_launch", "--nproc", "2", *pack, "--max-steps", "3").assert_ok()
-    recipe("ddp_launch", "--nproc", "1", *folder, "--max-steps", "6").assert_ok()
+    alone("run", *folder, "--max-steps", "6")
     mixed = recipe("ddp_launch", "--nproc", "2", *pack, "--num-workers", "1").assert_ok()
-    assert mixed.sha == whole.sha
-    assert mixed.summary["resumed_from"]
+    assert mixed.sha == Result(0, "", "", tmp_path / "whole").sha
+    assert mixed.summary["resumed_from"] == 6
     for data in ("photos", "packed"):
         found = recipe.module("evaluate", mixed.folder, "--json", "--data-path", tmp_path / data)
         assert json.loads(found.assert_ok().stdout)["held_out"], "the run's own"
