@@ -7,6 +7,12 @@ STOP_SIGNALS = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup: a lost terminal stops nothing
     STOP_SIGNALS.remove(signal.SIGHUP)
 
+NO_THREAD = (
+    r"can't start new thread|unable to start watchdog thread|pthread_create failed"
+    r"|^(\w+Error:? )?Resource temporarily unav"
+)
+"""What Python and C++ say where a limit of processes and threads is reached."""
+
 STATUS_FINISHED = 0
 STATUS_FAILED = 1
 STATUS_BAD_INPUT = 2

@@ -4,6 +4,8 @@ import difflib
 import re
 from collections.abc import Collection
 
+from common.errors import NO_THREAD
+
 SHARED_MEMORY_HINT = "in a container give --shm-size=8g or --ipc=host"
 LOCKED_MEMORY_HINT = (
     "ulimit -l unlimited; docker: --ulimit memlock=-1; Slurm: PropagateResourceLimitsExcept=MEMLOCK"
@@ -20,12 +22,6 @@ _FOLLOWS = (
     rf"timeout caused pair closure|{_TIMED_OUT}|NCCL communicator was aborted|"
     r"remote process exited or there was a network error|NET/IB.*: Got completion from peer"
 )
-
-NO_THREAD = (
-    r"can't start new thread|unable to start watchdog thread|pthread_create failed"
-    r"|^(\w+Error:? )?Resource temporarily unav"
-)
-"""What Python and C++ say where a limit of processes and threads is reached."""
 
 _TABLE = {
     # NCCL and the driver come first: patterns below match some of their messages, too.

@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from common.errors import TrainingError
-from common.hints import NO_THREAD
+from common.errors import NO_THREAD, TrainingError
 from common.owner import refuse_lost
 
 _FILES = {

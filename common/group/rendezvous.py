@@ -12,10 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from common.errors import InputError, TrainingError
+from common.errors import NO_THREAD, InputError, TrainingError
 from common.git import code_sha256
 from common.group.interfaces import interface_names
-from common.hints import NO_THREAD
 from common.launch.port import bind, unresolved
 from common.launch.ranks import Ranks
 from common.launch.report import report, say
