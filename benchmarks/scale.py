@@ -118,17 +118,18 @@ def mebibytes_of(process: int) -> float:
     return int(re.findall(r"(?m)^Pss: +(\d+)", text)[0]) / 1024
 
 
+def begin(words: list[str]) -> "subprocess.Popen[bytes]":
+    """Start a command that says nothing here."""
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(words, env=fresh_environment(), stdout=quiet, stderr=quiet)
+
+
 def start(kind: str, folder: Path, count: int) -> dict[str, float]:
     """Time to the first step [s], and the memory of a rank and of a loading process [MiB]."""
     out = folder / "run"
     shutil.rmtree(out, ignore_errors=True)
     begun_s = time.perf_counter()
-    process = subprocess.Popen(
-        command(kind, folder, count, out),
-        env=fresh_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = begin(command(kind, folder, count, out))
     try:
         metrics = out / "metrics.jsonl"
         while not metrics.exists() or not metrics.stat().st_size:
@@ -159,27 +160,16 @@ def meeting(ranks: int, folder: Path) -> dict[str, float]:
     out = folder / "network"
     shutil.rmtree(out, ignore_errors=True)
     words = f"check_network --nproc {ranks} --device cpu --largest 1 --rounds 1 --timeout-s 600"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "recipes", *words.split(), "--output-dir", str(out)],
-        env=fresh_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    launcher, rank = [0.0], [0.0]
+    process = begin([sys.executable, "-m", "recipes", *words.split(), "--output-dir", str(out)])
+    most = [0.0, 0.0]
     while process.poll() is None:
-        with suppress(OSError, IndexError):  # it has just ended
-            launcher.append(mebibytes_of(process.pid))
-        for child in list(tree(process.pid))[:1]:
-            with suppress(OSError, IndexError):
-                rank.append(mebibytes_of(child))
+        for place, one in enumerate([process.pid, *tree(process.pid)][:2]):  # itself, a rank
+            with suppress(OSError, IndexError):  # it has just ended
+                most[place] = max(most[place], mebibytes_of(one))
         time.sleep(0.2)
     found = json.loads((out / "network.json").read_text())
     assert len(found["ranks"]) == ranks
-    return {
-        "met_s": found["met_after_s"],
-        "launcher_mib": max(launcher),
-        "rank_mib": max(rank),
-    }
+    return {"met_s": found["met_after_s"], "launcher_mib": most[0], "rank_mib": most[1]}
 
 
 def questions(kind: str, folder: Path, count: int) -> int:
@@ -197,13 +187,7 @@ def questions(kind: str, folder: Path, count: int) -> int:
         "--",
         *command(kind, folder, count, out),
     ]
-    process = subprocess.Popen(
-        ["strace", *words, "--check"],
-        env=fresh_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    process.wait()
+    begin(["strace", *words, "--check"]).wait()
     with trace.open(errors="replace") as lines:
         return sum(f"{path}/" in line or f'{path}"' in line or f"{path}>" in line for line in lines)
 
@@ -392,8 +376,8 @@ def tables(result: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
         "title": f"An index of 10,000,000 images opens in {opened_s:.2f} s ({checked_s:.2f} s with "
         f"its checksum) and takes {opened_mib:.0f} MiB of a rank's own memory, {used_mib:.0f} MiB "
         "with split and order. Reading JPEG files in random order with "
-        f"{WORKERS} loading processes: samples/s over those of `--data imagefolder`, of {rounds} "
-        "rounds; cold: with an empty page cache.",
+        f"{WORKERS} loading processes: samples/s over those of `--data imagefolder`, median "
+        f"(least to most) of {rounds} rounds; cold: with an empty page cache.",
         "columns": ["", *result["reading"]],
         "rows": [
             [
@@ -409,8 +393,8 @@ def tables(result: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
         ],
     }
     third = {
-        "title": f"Ranks of check_network on {os.cpu_count()} cores, which they wait for; with a "
-        f"core each they would meet sooner ({rounds} starts).",
+        "title": f"Ranks of check_network take turns on {os.cpu_count()} cores; with a core each "
+        f"they would meet sooner. Median (least to most) of {rounds} starts.",
         "columns": ["ranks", "all have met [s]", "their launcher [MiB]", "a rank [MiB]"],
         "rows": [
             [

@@ -1,17 +1,12 @@
 """The ways a run ends, and the exit status of each (README.md, "How a run ends")."""
 
+import re
 import signal
 
 STOP_SIGNALS = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]
 """Each asks a run to save its state and end with STATUS_STOPPED."""
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup: a lost terminal stops nothing
     STOP_SIGNALS.remove(signal.SIGHUP)
-
-NO_THREAD = (
-    r"can't start new thread|unable to start watchdog thread|pthread_create failed"
-    r"|^(\w+Error:? )?Resource temporarily unav"
-)
-"""What Python and C++ say where a limit of processes and threads is reached."""
 
 STATUS_FINISHED = 0
 STATUS_FAILED = 1
@@ -56,3 +51,15 @@ def multiples_near(number: int, divisor: int, most: int | None = None) -> str:
     below = number - number % divisor
     sizes = (below, below + divisor)
     return " or ".join(str(size) for size in sizes if 0 < size <= (most or size))
+
+
+NO_THREAD = (
+    r"can't start new thread|unable to start watchdog thread|pthread_create failed"
+    r"|^(\w+Error:? )?Resource temporarily unav"
+)
+"""What Python and C++ say where a limit of processes and threads is reached."""
+
+
+def lacks_thread(error: Exception) -> bool:
+    """Whether a thread could not start, which is no fault of a file or of another rank."""
+    return bool(re.search(NO_THREAD, str(error), re.I))

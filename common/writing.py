@@ -6,14 +6,13 @@ In the folder of a run, nothing is written once the folder is no longer the run'
 import errno
 import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from common.errors import NO_THREAD, TrainingError
+from common.errors import TrainingError, lacks_thread
 from common.owner import refuse_lost
 
 _FILES = {
@@ -52,8 +51,8 @@ def writing(path: Path, what: str = "", then: str = "run the same command again"
     except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
         with suppress(OSError):
             refuse_lost(path)  # perhaps the reason
-        if re.search(NO_THREAD, str(error), re.I):
-            raise  # no fault of the file's
+        if lacks_thread(error):
+            raise
         cause = error if isinstance(error, OSError) else error.__context__ or error
         why = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
         raise TrainingError(

@@ -198,10 +198,6 @@ conclude() { # STATUS of the step: end the job with it, or have it requeued to g
         ! [[ $run/snapshots/$newest -nt $RECIPES_STATUS ]]; then
         status=2
     fi
-    if ((status == 137)); then # perhaps no rank is left to say so
-        echo "error: a rank was killed by SIGKILL; if no line above says why, perhaps out of memory:" \
-            "sacct -j $job -o State,MaxRSS; give --mem or --mem-per-cpu, or fewer --num-workers" >&2
-    fi
     if ((status == 2)) && [[ $newest != none ]]; then # the place is to blame, not the options
         echo "fix this, then continue from $(from "$newest"): $(resubmit)" >&2
     fi
@@ -220,6 +216,10 @@ conclude() { # STATUS of the step: end the job with it, or have it requeued to g
     138 | 140 | 143) status=75 ;; # the signals: of a task that had not come to listen
     *) ! grep -qsx 75 "$RECIPES_STATUS" || status=75 ;;
     esac
+    if ((status == 137)); then # perhaps no rank is left to say so
+        echo "error: a rank was killed by SIGKILL; if no line above says why, perhaps out of memory:" \
+            "sacct -j $job -o State,MaxRSS; give --mem or --mem-per-cpu, or fewer --num-workers" >&2
+    fi
     if ((status != 75)); then
         status=1
         if [[ $newest == none ]]; then # nothing to go on from: end, and let somebody look

@@ -3,7 +3,6 @@
 import datetime
 import json
 import os
-import re
 import socket
 import threading
 import time
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from common.errors import NO_THREAD, InputError, TrainingError
+from common.errors import InputError, TrainingError, lacks_thread
 from common.git import code_sha256
 from common.group.interfaces import interface_names
 from common.launch.port import bind, unresolved
@@ -90,7 +89,7 @@ def meet(ranks: Ranks, timeout_s: float, refusal: InputError | None = None) -> d
             f"{taken}give another MASTER_PORT (or --master-port), or none to have a free one chosen"
         ) from error
     except RuntimeError as error:
-        if isinstance(error, TrainingError) or re.search(NO_THREAD, str(error), re.I):
+        if isinstance(error, TrainingError) or lacks_thread(error):
             raise  # the latter has to do with no other rank
         raise _not_met(ranks, timeout_s) from error
     finally:

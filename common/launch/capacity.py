@@ -22,10 +22,10 @@ NEEDED = "0.8 GB"
 """Memory of a rank before its first batch, with its libraries, which ranks share (0.79 GB)."""
 
 RANK_TASKS, LAUNCHER_TASKS = 8, 2
-"""Threads, which the kernel counts like processes, of a rank and of what starts the ranks.
+"""Least number of threads, which the kernel counts like processes: a rank's, its launcher's.
 
-At least: 2 ranks of check_network had 18, and of ddp_launch 22. With fewer, a thread that gloo
-cannot start ends the rank without a word, or leaves its peer waiting.
+Where 18 were allowed, 2 ranks of check_network ended well, and with 16 not; ddp_launch needed 22.
+With 14 or fewer, one of gloo's threads could not start, and the ranks aborted or waited.
 """
 
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")

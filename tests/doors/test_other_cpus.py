@@ -18,7 +18,8 @@ from tests.helpers.machine import EMULATED_CPUS, need
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 EMULATION_PATIENCE_S = 1500
-"""Like `PATIENCE_S`, of a command that computes for minutes: 170 s on two idle cores."""
+"""Like `PATIENCE_S`, for a command that computes for two minutes on idle cores."""
+
 CASES = {
     "group-norm": "ddp_launch --max-steps 3",
     # Not a ResNet, which takes minutes when emulated: the last test tries its kinds of convolution.
