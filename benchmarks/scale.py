@@ -1,6 +1,8 @@
 """What many images and many ranks cost: the start of a run, memory, questions, reading.
 
 It needs root, to empty the page cache, and strace. A million images are hard links to a thousand.
+LitData is in no lock file, as its botocore wants an older python-dateutil than others here: it is
+measured if it was installed by hand.
 """
 
 import json
@@ -14,6 +16,7 @@ import sys
 import time
 import warnings
 from contextlib import suppress
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
@@ -58,6 +62,7 @@ READERS = {
     "blocks": "`--data packed --shuffle-block 64`",
     "ImageFolder": "torchvision's ImageFolder",
     "WebDataset": "WebDataset, a buffer of 1,000",
+    "LitData": "LitData, shuffled",
 }
 SIZES = {"64 px to 32": (32, 20_000), "500 px to 224": (224, 600)}
 """Side of the crop [px], and how many images are read."""
@@ -227,23 +232,44 @@ def open_index(folder: Path) -> str:
     return f"{opened_s} {checked_s} {opened_mib} {private_mib() - before}"
 
 
+def sample_of_litdata(item: tuple[str, int]) -> dict[str, Any]:
+    """What LitData keeps of an image: the bytes of its file, and its label."""
+    return {"image": Image.open(item[0]), "label": item[1]}
+
+
+def write_litdata(root: Path) -> None:
+    """The images of `root`/folder for LitData, in files as long as those of the pack."""
+    import litdata
+
+    found = ImageFolder(str(root / "folder")).samples
+    litdata.optimize(
+        sample_of_litdata, found, str(root / "litdata"), num_workers=WORKERS, chunk_bytes=2**22
+    )
+
+
 def speed_of_reader(reader: str, root: Path, side: int, count: int) -> float:
     """Speed of loading normalised batches of 32 [samples/s]; the first batches do not count."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    classic = transforms.Compose(
-        [
-            transforms.RandomResizedCrop(side),
-            transforms.RandomHorizontalFlip(),
-            transforms.ToTensor(),
-            transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
-        ]
-    )
+    crop = [transforms.RandomResizedCrop(side), transforms.RandomHorizontalFlip()]
+    normalize = transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD)
+    classic = transforms.Compose([*crop, transforms.ToTensor(), normalize])
+    on_tensors = transforms.Compose([*crop, transforms.ConvertImageDtype(torch.float), normalize])
     if reader == "ImageFolder":
         loader = DataLoader(
             ImageFolder(str(root / "folder"), classic), 32, True, num_workers=WORKERS
         )
         return timed(loader, count)
+    if reader == "LitData":
+        import litdata
+
+        class Photos(litdata.StreamingDataset):
+            def __getitem__(self, index: Any) -> tuple[Tensor, int]:
+                sample = super().__getitem__(index)  # its image has been decoded to a tensor
+                return on_tensors(sample["image"]), sample["label"]
+
+        photos = Photos(str(root / "litdata"), shuffle=True)
+        return timed(litdata.StreamingDataLoader(photos, batch_size=32, num_workers=WORKERS), count)
     if reader == "WebDataset":
         import webdataset
 
@@ -283,10 +309,8 @@ def timed(batches: Any, count: int) -> float:
     return speed
 
 
-def measure(folder: Path, rounds: int) -> dict[str, Any]:
-    """All parts, one after the other; the ways to read take turns, each in a fresh process."""
-    if not shutil.which("strace") or os.geteuid():
-        raise InputError("scale needs root and strace: apt install strace")
+def measure_starts(folder: Path, rounds: int) -> dict[str, Any]:
+    """Each kind of data with each number of images; the first start is not counted."""
     starts: dict[str, Any] = {}
     for count in COUNTS:
         write_images(folder / str(count), count)
@@ -294,8 +318,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
         time.sleep(3)  # else a kept list would be of folders that have just changed
         for kind in STARTS:
             start(kind, folder, count)  # fills the page cache, and keeps the list
-    bar = progress_bar(len(COUNTS) * len(STARTS) * (rounds + 1), unit="start", keep=False)
-    with bar:
+    with progress_bar(len(COUNTS) * len(STARTS) * (rounds + 1), unit="start", keep=False) as bar:
         for count in COUNTS:
             for kind in STARTS:
                 found: dict[str, Any] = {"runs": []}
@@ -305,18 +328,22 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
                 found["questions"] = questions(kind, folder, count)
                 bar.update()
                 starts[f"{kind} {count}"] = found
-    made_up_index(folder / "made up")
-    opened = [
-        float(n) for n in run_fresh("benchmarks.scale", ["open", folder / "made up"]).split()[-4:]
-    ]
+    return starts
+
+
+def measure_reading(folder: Path, rounds: int) -> dict[str, Any]:
+    """The ways to read take turns, each in a fresh process."""
     reading: dict[str, Any] = {}
+    readers = [name for name in READERS if name != "LitData" or find_spec("litdata")]
     for name, (crop, count) in SIZES.items():
         root = folder / name
         if crop == 32:
-            shutil.copytree(folder / "100000", root / "folder", copy_function=os.link)
+            write_images(root / "folder", COUNTS[1])
         else:
             write_photos(root / "folder", 2000, np.random.default_rng(0))
         pack.pack(root / "folder", root / "packed", 2**22, 0, 90)
+        if "LitData" in readers:
+            write_litdata(root)
         for cold in (False, True):
             if cold and crop == 32:
                 continue  # these files are links to a thousand
@@ -335,9 +362,22 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
                 words = ["read", reader, str(root), str(crop), str(count)]
                 return float(run_fresh("benchmarks.scale", words).split()[-1])
 
-            reading[f"{name}{', cold' if cold else ''}"] = in_turn(list(READERS), one, rounds)
-    meetings = {str(n): [meeting(n, folder) for _ in range(rounds)] for n in RANKS}
-    result = {"starts": starts, "index": opened, "reading": reading, "ranks": meetings}
+            reading[f"{name}{', cold' if cold else ''}"] = in_turn(readers, one, rounds)
+    return reading
+
+
+def measure(folder: Path, rounds: int) -> dict[str, Any]:
+    """All parts, one after the other."""
+    if not shutil.which("strace") or os.geteuid():
+        raise InputError("scale needs root and strace: apt install strace")
+    made_up_index(folder / "made up")
+    opened = run_fresh("benchmarks.scale", ["open", folder / "made up"]).split()[-4:]
+    result = {
+        "starts": measure_starts(folder, rounds),
+        "index": [float(number) for number in opened],
+        "reading": measure_reading(folder, rounds),
+        "ranks": {str(n): [meeting(n, folder) for _ in range(rounds)] for n in RANKS},
+    }
     return {"tables": tables(result, rounds), **result}
 
 
@@ -389,7 +429,7 @@ def tables(result: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
                     for runs in result["reading"].values()
                 ),
             ]
-            for reader in READERS
+            for reader in next(iter(result["reading"].values()))
         ],
     }
     third = {
