@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT
-from common.launch.port import listen
 from common.machine import describe_machine
 from common.writing import write_json
-from tests.helpers.machine import EMULATED_CPUS
+from tests.helpers.machine import EMULATED_CPUS, free_port
 from tools.fresh import fresh_environment
 
 RANKS = 2
@@ -25,8 +24,7 @@ RANKS = 2
 
 def start(cpu: str, folder: Path) -> list["subprocess.Popen[bytes]"]:
     """Two ranks; a launcher's own processes would leave the emulator."""
-    with listen("127.0.0.1", 0) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     command = ["-m", "recipes.ddp_launch.train", "--output-dir", str(folder)]
     ranks = []
     for rank in map(str, range(RANKS)):

@@ -27,7 +27,7 @@ from tests.faults import matrix
 from tests.helpers.commands import Recipe, Result, ranks_of, wait_for
 from tests.helpers.hosts import launched, two_hosts
 from tests.helpers.images import flowers
-from tests.helpers.machine import need, need_root, small_disk
+from tests.helpers.machine import free_port, need, need_root, small_disk
 from tests.helpers.packs import DAMAGES, flip_image
 from tests.helpers.run_folders import LONG, LOST, contents
 from tools import pack
@@ -660,8 +660,7 @@ def test_a_second_command_in_the_folder(
 
 def test_two_processes_with_the_same_rank(scene: Scene, rows: list[dict[str, Any]]) -> None:
     """Without our launcher; --timeout-s is 600 s."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     start_s = time.monotonic()
     processes = []
     for rank in ("0", "1", "1"):

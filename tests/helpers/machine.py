@@ -1,14 +1,16 @@
 """What a test needs of the machine: programs, root, a small disk, a port, a compiled library."""
 
+import itertools
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from common.errors import InputError
 from common.launch.port import listen
 
 EMULATED_CPUS = ("Haswell", "EPYC-Rome")
@@ -67,8 +69,17 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
+_ports = itertools.count()
+
+
 def free_port() -> int:
-    """A port of this machine that nobody listens on: other tests may run at the same time."""
-    with listen("127.0.0.1", 0) as probe:
-        port: int = probe.getsockname()[1]
-    return port
+    """A port of this machine that stays free until the test takes it.
+
+    It lies below those that the kernel gives to whoever asks for any, as other tests do at the same
+    time, and each process that runs tests has a hundred of its own.
+    """
+    first = 10_000 + os.getpid() % 220 * 100
+    for number in _ports:
+        with suppress(InputError), listen("127.0.0.1", first + number % 100):
+            return first + number % 100
+    raise AssertionError

@@ -19,9 +19,9 @@ from torch import multiprocessing
 
 from common.group.process_group import process_group
 from common.kernels import choose_kernels
-from common.launch.port import listen
 from common.launch.process import fork_while_threads_sleep
 from common.launch.ranks import Ranks
+from tests.helpers.machine import free_port
 
 PATIENCE_S = 480
 """How long a test waits for anything. It only ends a hang: eight times as long as a busy machine
@@ -52,8 +52,7 @@ class Pool:
 
         Raises what the first rank raised.
         """
-        with listen("127.0.0.1", 0) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
         if not all(process.is_alive() for process in self.processes):
             self.replace()
         for rank in range(world_size):

@@ -15,7 +15,7 @@ import torch
 from common import driver
 from common.launch.ranks import Ranks
 from tests.helpers.commands import ROOT, Recipe
-from tests.helpers.machine import OLD_DRIVER, library, need, need_root, small_disk
+from tests.helpers.machine import OLD_DRIVER, free_port, library, need, need_root, small_disk
 from tools import doctor
 from tools.doctor import Finding, Where
 
@@ -332,8 +332,7 @@ def test_an_all_reduce_over_two(recipe: Recipe) -> None:
 @pytest.mark.slow
 def test_in_a_job_every_rank_takes_part(recipe: Recipe) -> None:
     """As srun starts it on two hosts: rank 0 prints everything, rank 1 its warnings and errors."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     processes = []
     for rank in ("0", "1"):
         # Without PYTHONPATH, as in a shell in the repository.

@@ -144,7 +144,7 @@ def test_a_delay_comes_back_in_its_kind(
         return [dict(zip(KINDS, spent_s, strict=True)) for spent_s, _ in ranks]
 
     usual = train(0)
-    for sleep_s in (0.1, 0.4, 1.6):
+    for sleep_s in (0.1, 0.4, 1.6, 6.4):
         delay_s = sleep_s * DELAYS.get(what, STEPS - 1)
         ranks = train(sleep_s)
         kinds = [what, *["communication"] * (world_size - 1)]
