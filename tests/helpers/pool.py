@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from importlib import import_module
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
@@ -26,6 +26,9 @@ from tests.helpers.machine import free_port
 PATIENCE_S = 480
 """How long a test waits for anything. It only ends a hang: eight times as long as a busy machine
 needs, and less than the 600 s of --timeout-s, so a command that waits so long fails its test."""
+
+STACK = signal.SIGRTMIN
+"""Lets a rank write its stack. A recipe has a use of its own for the usual ones."""
 
 
 class Pool:
@@ -58,27 +61,34 @@ class Pool:
         for rank in range(world_size):
             ranks = Ranks(rank, rank, world_size, world_size, "test", "127.0.0.1", port)
             self.connections[rank].send((function, ranks, args))
-        answers: list[tuple[Any, Exception | None]] = []
-        for connection in self.connections[:world_size]:
-            try:
-                if connection.poll(PATIENCE_S):
-                    answers.append(connection.recv())
-                    continue
-                why = f"did not answer within {PATIENCE_S} s; the ranks' stacks are on stderr"
-            except (EOFError, ConnectionError):
-                why = "died"
+        waiting = {self.connections[rank]: rank for rank in range(world_size)}
+        answers: dict[int, tuple[Any, Exception | None]] = {}
+        why = ""
+        while waiting and not why:
+            ready = wait([*waiting], PATIENCE_S)
+            if not ready:
+                why = f"no answer within {PATIENCE_S} s; the ranks' stacks are on stderr"
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                try:
+                    answers[waiting[connection]] = connection.recv()
+                    del waiting[connection]
+                except (EOFError, ConnectionError):
+                    why = f"rank {waiting[connection]} died"
+        errors = [error for _, (_, error) in sorted(answers.items()) if error is not None]
+        if why:
             self.replace()
-            pytest.fail(f"rank {len(answers)} {why}")
-        for _, error in answers:
-            if error is not None:
-                raise error
-        return [answer for answer, _ in answers]
+            notes = "\n".join(note for error in errors for note in error.__notes__)
+            pytest.fail(f"of ranks {sorted(waiting.values())}: {why}\n{notes}")
+        for error in errors:
+            raise error
+        return [answers[rank][0] for rank in range(world_size)]
 
     def replace(self) -> None:
         """Other processes instead of those that hang, for the next tests; say where they were."""
         for process in self.processes:
             if process.is_alive():
-                os.kill(process.pid or 0, signal.SIGUSR2)
+                os.kill(process.pid or 0, STACK)
         time.sleep(5)  # they write their stacks
         for process in self.processes:
             process.kill()
@@ -116,7 +126,7 @@ def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     choose_kernels(portable=True)
     fork_while_threads_sleep()
-    faulthandler.register(signal.SIGUSR2)
+    faulthandler.register(STACK)
     while True:
         try:
             function, ranks, args = connection.recv()

@@ -10,7 +10,9 @@ import random
 import re
 import signal
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import count
@@ -144,6 +146,24 @@ def test_a_stack_that_only_c_could_write_counts(tmp_path: Path, old: list[dict[s
     assert "it is in C code that keeps the GIL, called at /mine/read.py:12 (read)" in found.says
     assert "line 40 in train" in found.stack
     assert "an old place" not in found.stack
+
+
+def test_another_thread_reads_the_main_threads_stack() -> None:
+    found: list[traceback.FrameSummary] = []
+    names: dict[str, Callable[..., Any]] = {}
+    exec(compile("def größe(call):\n  call()", "/own/größe/😀.py", "exec"), names)
+
+    def look() -> None:
+        thread = threading.Thread(target=lambda: found.extend(record.main_stack()))
+        thread.start()
+        thread.join()
+
+    names["größe"](look)
+    places = [(frame.filename, frame.lineno, frame.name) for frame in found]
+    here, inner = places.index(("/own/größe/😀.py", 2, "größe")), traceback.extract_stack()[-1]
+    assert places[here - 1][::2] == (inner.filename, inner.name)
+    assert places[here + 1][::2] == (inner.filename, "look")
+    assert found[here + 1].line == "thread.join()"
 
 
 def test_c_writes_no_stack_while_torch_lists_the_collectives(
