@@ -64,7 +64,7 @@ READERS = {
     "WebDataset": "WebDataset, a buffer of 1,000",
     "LitData": "LitData, shuffled",
 }
-SIZES = {"64 px to 32": (32, 20_000), "500 px to 224": (224, 600)}
+SIZES = {"64 px to 32": (32, 20_000), "500 px to 224": (224, 1_920)}
 """Side of the crop [px], and how many images are read."""
 
 
@@ -72,7 +72,7 @@ def write_images(root: Path, count: int) -> None:
     """A folder of `count` links to LINKED images of 64 px, in CLASSES classes."""
     base, random = root.parent / "linked", np.random.default_rng(0)
     if not base.exists():
-        base.mkdir()
+        base.mkdir(parents=True)
         for number in range(LINKED):
             small = random.integers(0, 255, (4, 4, 3), dtype=np.uint8)
             Image.fromarray(small).resize((64, 64)).save(base / f"{number}.jpg", quality=85)
