@@ -378,10 +378,10 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
         "reading": measure_reading(folder, rounds),
         "ranks": {str(n): [meeting(n, folder) for _ in range(rounds)] for n in RANKS},
     }
-    return {"tables": tables(result, rounds), **result}
+    return {"tables": tables(result), **result}
 
 
-def tables(result: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
+def tables(result: dict[str, Any]) -> list[dict[str, Any]]:
     """As the page shows them."""
     rows = []
     for key, found in result["starts"].items():
@@ -399,9 +399,9 @@ def tables(result: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
         )
     opened_s, checked_s, opened_mib, used_mib = result["index"]
     first = {
-        "title": f"Two ranks with two loading processes each, from the command to the first step; "
-        f"median (least to most) of {rounds} starts. Files are in the page cache, memory is a "
-        "process's share (PSS), questions are system calls that name the data.",
+        "title": "Two ranks with two loading processes each, from the command to the first step; "
+        f"median (least to most) of {len(found['runs'])} starts. Files are in the page cache, "
+        "memory is a process's share (PSS), questions are system calls that name the data.",
         "columns": [
             "",
             "images",
@@ -412,6 +412,7 @@ def tables(result: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
         ],
         "rows": rows,
     }
+    rounds = len(next(iter(result["reading"].values()))["folder"])
     second = {
         "title": f"An index of 10,000,000 images opens in {opened_s:.2f} s ({checked_s:.2f} s with "
         f"its checksum) and takes {opened_mib:.0f} MiB of a rank's own memory, {used_mib:.0f} MiB "
@@ -430,11 +431,13 @@ def tables(result: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
                 ),
             ]
             for reader in next(iter(result["reading"].values()))
+            if reader != "folder"
         ],
     }
+    *_, runs = result["ranks"].values()
     third = {
         "title": f"Ranks of check_network take turns on {os.cpu_count()} cores; with a core each "
-        f"they would meet sooner. Median (least to most) of {rounds} starts.",
+        f"they would meet sooner. Median (least to most) of {len(runs)} starts.",
         "columns": ["ranks", "all have met [s]", "their launcher [MiB]", "a rank [MiB]"],
         "rows": [
             [
