@@ -33,6 +33,7 @@ def failing_on_rank_1(ranks: Ranks) -> None:
 
 
 def test_one_ranks_work_may_take_longer_than_a_collective(pool: Pool) -> None:
+    pool.run(in_group, 2, repr)  # imports what a busy machine needs longer than TIMEOUT_S for
     assert pool.run(long_on_rank_1, 2) == [0, 1]
 
 
