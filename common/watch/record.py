@@ -68,7 +68,8 @@ class Watch:
         self._about = {"host": socket.gethostname(), "period_s": self._period_s, **about}
         self._stacks = self._path.with_suffix(".stack").open("a")
         self._stacks.truncate(0)
-        faulthandler.register(signal.SIGQUIT, file=self._stacks)
+        # The main thread, which gets the signal, only: frames of others may change meanwhile.
+        faulthandler.register(signal.SIGQUIT, file=self._stacks, all_threads=False)
         self._wrote = True  # perhaps an earlier start did
         self._look(asked=False)
         self._ended = threading.Event()

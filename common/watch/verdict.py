@@ -55,7 +55,7 @@ def read(logs: Path, rank: int) -> Record:
         record["written_s"] = path(logs, rank).stat().st_mtime
     with suppress(OSError):
         text = path(logs, rank).with_suffix(".stack").read_text()
-        _, *threads = re.split(r"(?m)^(?:Current thread|Thread) .*\n", text)
+        _, *threads = re.split(r"(?m)^(?:Current thread|Thread|Stack) .*\n", text)
         record["c_stack"] = threads[-1].strip("\n") if threads else ""  # the main thread's
     return {**record, "who": f"rank {rank} on {record['host']}"}
 

@@ -68,6 +68,7 @@ Thread 0x00007e (most recent call first):
   File "/mine/read.py", line 12 in read
   File "/mine/train.py", line 40 in train
 """
+STACK_AFTER_SIGQUIT = "Stack (most recent call first):\n" + C_STACK.rpartition("first):\n")[2]
 
 
 @pytest.mark.parametrize(
@@ -137,9 +138,12 @@ def test_the_rank_that_did_not_come_is_named(
 
 
 @pytest.mark.parametrize("old", [[], [waits(5)], [waits(5, group="3")]])
-def test_a_stack_that_only_c_could_write_counts(tmp_path: Path, old: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("c_stack", [C_STACK, STACK_AFTER_SIGQUIT])
+def test_a_stack_that_only_c_could_write_counts(
+    tmp_path: Path, old: list[dict[str, Any]], c_stack: str
+) -> None:
     write(tmp_path, at("a", waits(7)), at("an old place", *old))
-    verdict.path(tmp_path, 1).with_suffix(".stack").write_text(C_STACK)
+    verdict.path(tmp_path, 1).with_suffix(".stack").write_text(c_stack)
     found = verdict.verdict(tmp_path)
     assert found
     assert found.who == "rank 1 on host1"
