@@ -78,7 +78,7 @@ class Pool:
         errors = [error for _, (_, error) in sorted(answers.items()) if error is not None]
         if why:
             self.replace()
-            notes = "\n".join(note for error in errors for note in error.__notes__)
+            notes = "\n".join(note for error in errors for note in getattr(error, "__notes__", ()))
             pytest.fail(f"of ranks {sorted(waiting.values())}: {why}\n{notes}")
         for error in errors:
             raise error
