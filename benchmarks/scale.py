@@ -1,8 +1,8 @@
 """What many images and many ranks cost: the start of a run, memory, questions, reading.
 
 It needs root, to empty the page cache, and strace. A million images are hard links to a thousand.
-LitData is in no lock file, as its botocore wants an older python-dateutil than others here: it is
-measured if it was installed by hand.
+LitData is in no lock file, because its botocore wants an older python-dateutil than other packages
+here. It is measured only where somebody has installed it; the tables have no row for it elsewhere.
 """
 
 import json
@@ -412,7 +412,8 @@ def tables(result: dict[str, Any]) -> list[dict[str, Any]]:
         ],
         "rows": rows,
     }
-    rounds = len(next(iter(result["reading"].values()))["folder"])
+    readers = next(iter(result["reading"].values()))
+    rounds = len(readers["folder"])
     second = {
         "title": f"An index of 10,000,000 images opens in {opened_s:.2f} s ({checked_s:.2f} s with "
         f"its checksum) and takes {opened_mib:.0f} MiB of a rank's own memory, {used_mib:.0f} MiB "
@@ -430,7 +431,7 @@ def tables(result: dict[str, Any]) -> list[dict[str, Any]]:
                     for runs in result["reading"].values()
                 ),
             ]
-            for reader in next(iter(result["reading"].values()))
+            for reader in readers
             if reader != "folder"
         ],
     }

@@ -68,7 +68,7 @@ class Watch:
         self._about = {"host": socket.gethostname(), "period_s": self._period_s, **about}
         self._stacks = self._path.with_suffix(".stack").open("a")
         self._stacks.truncate(0)
-        # The main thread, which gets the signal, only: frames of others may change meanwhile.
+        # Only the main thread's stack: it gets the signal, and others may go on meanwhile.
         faulthandler.register(signal.SIGQUIT, file=self._stacks, all_threads=False)
         self._wrote = True  # perhaps an earlier start did
         self._look(asked=False)
@@ -159,7 +159,7 @@ def main_stack() -> list[traceback.FrameSummary]:
 
     faulthandler reads it in C and keeps the GIL. Python code that goes from frame to frame gives
     the GIL back in between, and the frames that it still has to read may end: with Python 3.11.7
-    that killed one rank in a thousand by SIGSEGV on a busy machine.
+    that killed about one rank in a thousand by SIGSEGV on a busy machine.
 
     Source: uWSGI's pull request 2621, CPython's issue 99110.
     """
@@ -169,10 +169,9 @@ def main_stack() -> list[traceback.FrameSummary]:
         _, *threads = re.split(r"(?m)^(?:Current thread|Thread) 0x", written.read().decode())
         main = threading.main_thread().ident
         own = next((text for text in threads if int(text.split()[0], 16) == main), "")
-        frames = re.findall(r'(?m)^  File "(.*)", line (\d+) in (.*)$', own)
         return [
             traceback.FrameSummary(_unescape(file), int(line), _unescape(name))
-            for file, line, name in reversed(frames)
+            for file, line, name in reversed(re.findall(verdict.FRAME, own))
         ]
     return []
 

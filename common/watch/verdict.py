@@ -21,6 +21,9 @@ folder: Path | None = None
 ENDED = "the run ended before it could say where its ranks are"
 """The answer to SIGQUIT at the end of a run."""
 
+FRAME = r'File "(.*)", line (\d+) in (.*)'
+"""A line of a stack, as faulthandler writes it: file, line, function."""
+
 Record = dict[str, Any]
 
 
@@ -140,7 +143,7 @@ def _call(collective: Record, by: str = "") -> str:
 
 def whereabouts(record: Record) -> str:
     """Where a rank is, in a few words."""
-    if found := re.search(r'File "(.*)", line (\d+) in (.*)', record.get("c_stack", "")):
+    if found := re.search(FRAME, record.get("c_stack", "")):
         file, line, name = found.groups()
         file = file.removeprefix(f"{ROOT}/")
         return f"it is in C code that keeps the GIL, called at {file}:{line} ({name})"

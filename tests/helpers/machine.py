@@ -69,17 +69,18 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-_ports = itertools.count()
+_first_port = 10_000 + os.getpid() % 220 * 100
+_OWN_PORTS = range(_first_port, _first_port + 100)
+_next_ports = itertools.cycle(_OWN_PORTS)
 
 
 def free_port() -> int:
     """A port of this machine that stays free until the test takes it.
 
-    It lies below those that the kernel gives to whoever asks for any, as other tests do at the same
-    time, and each process that runs tests has a hundred of its own.
+    Linux gives ports from 32,768 on to a program that asks for any, so this one lies below. And
+    each process that runs tests has a hundred of its own, as several suites may run at once.
     """
-    first = 10_000 + os.getpid() % 220 * 100
-    for number in _ports:
-        with suppress(InputError), listen("127.0.0.1", first + number % 100):
-            return first + number % 100
-    raise AssertionError
+    for port in itertools.islice(_next_ports, len(_OWN_PORTS)):
+        with suppress(InputError), listen("127.0.0.1", port):
+            return port
+    raise AssertionError(f"all ports from {_OWN_PORTS[0]} to {_OWN_PORTS[-1]} are in use")

@@ -67,7 +67,7 @@ class Pool:
         while waiting and not why:
             ready = wait([*waiting], PATIENCE_S)
             if not ready:
-                why = f"no answer within {PATIENCE_S} s; the ranks' stacks are on stderr"
+                why = f"{PATIENCE_S} s have passed; the ranks' stacks are on stderr"
             for connection in ready:
                 assert isinstance(connection, Connection)
                 try:
@@ -79,7 +79,7 @@ class Pool:
         if why:
             self.replace()
             notes = "\n".join(note for error in errors for note in getattr(error, "__notes__", ()))
-            pytest.fail(f"of ranks {sorted(waiting.values())}: {why}\n{notes}")
+            pytest.fail(f"no answer of ranks {sorted(waiting.values())}: {why}\n{notes}")
         for error in errors:
             raise error
         return [answers[rank][0] for rank in range(world_size)]
