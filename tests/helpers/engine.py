@@ -64,7 +64,7 @@ class Engine:
     def _bring_up(self, containerd_store: bool) -> None:
         programs = FOLDER / "root"
         if not programs.exists():
-            _unpack(programs)
+            unpack(programs, *_PACKAGES)
         plugins = self._folder / "cli-plugins"
         shutil.copytree(programs / "usr" / "libexec" / "docker" / "cli-plugins", plugins)
         self.env |= {
@@ -147,7 +147,8 @@ class Engine:
         contexts = {slim: self._slim}
         if target == "development":
             dockerfile = _FULL_DOCKERFILE.format(slim=self._slim)
-            self.run("build", *self._platform(), "--tag", self._full, "-", input=dockerfile)
+            build = ["build", *self._platform(), "--tag", self._full, "-"]
+            self.run(*build, input=dockerfile, timeout_s=30_000)  # long under emulation
             contexts[full] = self._full
         own = [f"--build-context={name}=docker-image://{base}" for name, base in contexts.items()]
         return [*self._platform(), *own]
@@ -218,8 +219,8 @@ def _mirror() -> str:
     return next(uri for uri in said.split() if re.search(r"/debian/?$", uri))
 
 
-def _unpack(programs: Path) -> None:
-    """Fetch trixie's engine with an apt state of its own, and unpack it into a folder."""
+def unpack(programs: Path, *packages: str) -> None:
+    """Fetch packages of trixie with an apt state of its own, and unpack them into a folder."""
     shutil.rmtree(FOLDER / "apt", ignore_errors=True)
     apt = FOLDER / "apt"
     for name in ("lists/partial", "cache/archives/partial"):
@@ -241,7 +242,7 @@ def _unpack(programs: Path) -> None:
         }.items()
         for word in ("--option", f"{name}={value}")
     ]
-    for words in (["update"], ["download", *_PACKAGES]):
+    for words in (["update"], ["download", *packages]):
         subprocess.run(
             ["apt-get", *options, "-qq", *words], check=True, capture_output=True, cwd=apt
         )
