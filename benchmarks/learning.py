@@ -50,7 +50,11 @@ TASKS = {
     "photos": Task("1,000 photos at 64 px", ("imagefolder", "--image-size", "64"), 4, 32, 0.02),
     "digits": Task("digits", ("digits",), 6, 96, 0.05),
 }
-TRAINERS = {"ddp_launch": "ddp_launch", "plain": "torchvision's model, transforms and loop"}
+TRAINERS = {
+    "ddp_launch": "ddp_launch",
+    "by_epoch": "ddp_launch --lr-schedule cosine-by-epoch",
+    "plain": "torchvision's model, transforms and loop",
+}
 RESNET50 = {
     "--zero-init-residual, its default": "--zero-init-residual",
     "--no-zero-init-residual": "--no-zero-init-residual",
@@ -166,7 +170,9 @@ def train_task(task: str, trainer: str, seed: int, folder: Path) -> list[float]:
     options += ["--data-path", photos] if task == "photos" else []
     for option in ("epochs", "global_batch_size", "lr", "weight_decay"):
         options += [f"--{option.replace('_', '-')}", str(getattr(given, option))]
-    return train_recipe("ddp_launch", options, seed, folder / f"{task}_{seed}")
+    if trainer == "by_epoch":
+        options += ["--lr-schedule", "cosine-by-epoch"]
+    return train_recipe("ddp_launch", options, seed, folder / f"{task}_{trainer}_{seed}")
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
@@ -238,7 +244,7 @@ def on_page(result: dict[str, Any]) -> list[dict[str, Any]]:
     rows = [
         [f"ResNet-18, {task.title}, {task.epochs} epochs: {who}", at_the_end(f"{name} {trainer}")]
         for name, task in TASKS.items()
-        for trainer, who in (("ddp_launch", "ddp_launch"), ("plain", "the plain trainer"))
+        for trainer, who in ({**TRAINERS, "plain": "the plain trainer"}).items()
     ]
     rows += [["default run: dp_resnet50 " + name, at_the_end(name)] for name in RESNET50]
     rows.append(["default run: ddp_launch", at_the_end("convnet")])

@@ -96,7 +96,7 @@ def take_turns(case: Case, rounds: int, ranks: Ranks) -> dict[str, list[float]]:
         for name, way in case.ways.items():
             seed_everything(0)
             options = dataclasses.replace(case.model, **way.model)
-            model = prepare_model(options, *data.sizes_for_model)
+            model = prepare_model(options, *data.sizes_for_model, torch.float32)
             ddp = DistributedDataParallel(
                 torch.compile(model) if options.compile else model,
                 bucket_cap_mb=way.bucket_mb,

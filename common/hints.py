@@ -125,7 +125,8 @@ _TABLE = {
     ),
     r"Address already in use|EADDRINUSE": "give another MASTER_PORT; on one host leave it out",
     r"invalid device ordinal": (
-        "fewer GPUs than processes: set --nproc to the number of GPUs that nvidia-smi lists"
+        "fewer GPUs than processes: set --nproc (Slurm: --ntasks-per-node) to the number of GPUs "
+        "that nvidia-smi lists"
     ),
     r"driver version is insufficient|driver on your system is too old": (
         "choose a stack that fits the driver (make doctor says which), or update the driver"
@@ -143,7 +144,8 @@ _TABLE = {
     ),
     r"Expected to have finished reduction in the prior iteration": (
         "a parameter took no part in the loss on this rank: every rank must use every parameter "
-        "in every step, or freeze it (TORCH_DISTRIBUTED_DEBUG=DETAIL names it)"
+        "in every step, or freeze it, or DDP needs find_unused_parameters=True "
+        "(TORCH_DISTRIBUTED_DEBUG=DETAIL names it)"
     ),
     r"does not have a deterministic implementation": (
         "choose another operation, or add --no-deterministic and give up the same bits"

@@ -1,9 +1,11 @@
-"""How fast a run trains and its data load, and how much memory it needs."""
+"""How fast a run trains and its data load, how much memory it needs, how busy its GPUs are."""
 
 import math
 import resource
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -59,6 +61,26 @@ def peak_memory_bytes(devices: list[torch.device]) -> list[int]:
     own = [torch.cuda.max_memory_allocated(gpu) for gpu in devices if gpu.type == "cuda"]
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return [peak for peaks in gather(own or [resident]) for peak in peaks]
+
+
+GPU_FIGURES = ("gpu_utilization_percent", "gpu_power_w", "gpu_memory_used_bytes")
+
+
+def gpu_use(devices: list[torch.device]) -> Tensor:
+    """`GPU_FIGURES` (3,) as the driver sees them now: means of this rank's GPUs; NaN: unknown.
+
+    Utilisation is the share of the last moment (at most 1 s) in which any kernel ran; memory is
+    that of all processes. torch asks NVML, by way of the package nvidia-ml-py. A part of a GPU
+    (MIG) has no utilisation. (untried on a GPU)
+    """
+    gpus = [device for device in devices if device.type == "cuda"]
+    found = []
+    for ask in (torch.cuda.utilization, torch.cuda.power_draw, torch.cuda.device_memory_used):
+        value = math.nan
+        with suppress(Exception):  # no GPU, no package, no such sensor: of many types
+            value = fmean(ask(gpu) for gpu in gpus)
+        found.append(value)
+    return torch.tensor(found, dtype=torch.float64) / torch.tensor([1, 1000, 1])  # mW
 
 
 def samples_per_s(

@@ -6,7 +6,8 @@
 
 A run is finished, running, stopped (asked to), failed (its error: line is below it) or killed (no
 word of its end). --only shows the runs in whose line or command a word occurs; --json prints
-everything as JSON, for a program. --clean removes the older snapshots of finished runs, and folders
+everything as JSON, for a program. --figure draws their losses and validation metrics by epoch, one
+beside the other. --clean removes the older snapshots of finished runs, and folders
 of runs that never began; it says first what, and asks.
 """
 
@@ -181,6 +182,51 @@ def order(runs: Sequence[dict[str, Any]], by: str) -> list[dict[str, Any]]:
     return sorted(runs, key=number)
 
 
+def by_epoch(run: dict[str, Any]) -> dict[str, list[tuple[int, float]]]:
+    """Epochs, counted from 1, and values of each metric that a run logged after its epochs."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    with suppress(OSError):
+        for text in (Path(run["folder"]) / "metrics.jsonl").read_text().splitlines():
+            line = None
+            with suppress(ValueError):  # cut off by a kill
+                line = json.loads(text)
+            if isinstance(line, dict) and "train_loss" in line:
+                for name, value in line.items():
+                    if name == "train_loss" or name.startswith("val_"):
+                        found.setdefault(name, []).append((line["epoch"] + 1, value))
+    return found
+
+
+def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """A panel for the losses, and one for each validation metric that a run has.
+
+    Raises:
+        InputError: no run has finished an epoch.
+    """
+    from common.figure import save_figure
+
+    curves = {run["folder"]: found for run in runs if (found := by_epoch(run))}
+    if not curves:
+        raise InputError("--figure: none of these runs has finished an epoch")
+    losses = ("train_loss", "val_loss")
+    metrics = list(dict.fromkeys(m for found in curves.values() for m in found if m not in losses))
+
+    def plot(*panels: Any) -> None:
+        for axes, names in zip(panels, [losses, *((name,) for name in metrics)], strict=True):
+            for number, (folder, found) in enumerate(curves.items()):
+                for name in names:
+                    if name in found:
+                        dashed = "--" if name == "train_loss" else "-"
+                        label = f"{name}, {folder}"
+                        axes.plot(
+                            *zip(*found[name], strict=True), dashed, c=f"C{number}", label=label
+                        )
+            axes.set(xlabel="epoch", ylabel=names[-1].removeprefix("val_"))
+            axes.legend(fontsize="x-small")
+
+    save_figure(path, plot, panels=1 + len(metrics))
+
+
 def not_needed(run: dict[str, Any]) -> list[Path]:
     """Older snapshots of a finished run with their shards, or the folder if it never began."""
     from common.snapshots.snapshot_files import list_snapshots, shards_of  # they import torch
@@ -239,6 +285,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.add_argument("--sort", default="begun", metavar="METRIC", help="default: begun")
         parser.add_argument("--only", default="", metavar="WORD")
         parser.add_argument("--json", action="store_true")
+        parser.add_argument("--figure", type=given_path, metavar="FILE.png")
         parser.add_argument("--clean", action="store_true")
         given = parser.parse_args(arguments)
         folders = given.folders or [Path("runs")]
@@ -248,6 +295,9 @@ def main(arguments: Sequence[str]) -> int:
         runs = [run for run in runs if given.only in " ".join([*row(run), run["command"]])]
         if given.clean:
             clean(runs)
+        elif given.figure:
+            draw(order(runs, given.sort), given.figure)
+            print(given.figure)
         elif given.json:
             print(json.dumps(order(runs, given.sort)))
         elif len(folders) == 2 and [run["folder"] for run in runs] == [*map(str, folders)]:

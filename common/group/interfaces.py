@@ -12,7 +12,7 @@ def choose_interface(ranks: Ranks) -> None:
     """Let gloo use the interface that leads to rank 0, unless the user has chosen one.
 
     By itself gloo listens on the address of the host name, which Debian maps to 127.0.1.1, where no
-    other host can reach it. NCCL needs no help: it looks at all interfaces.
+    other host can reach it. NCCL chooses by itself among all interfaces.
     """
     if ranks.several_hosts and "GLOO_SOCKET_IFNAME" not in os.environ:
         name = interface_towards(ranks.master_addr)

@@ -4,6 +4,7 @@ The loop and its step stay in the recipe. The order of events between two steps,
 resume depends, is here in one place.
 """
 
+import math
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ from common.snapshots import snapshot_files
 from common.snapshots import state as snapshot
 from common.snapshots.state import Stateful, TrainingState
 from common.terminal import progress_bar
-from common.throughput import Throughput, peak_memory_bytes
+from common.throughput import GPU_FIGURES, Throughput, gpu_use, peak_memory_bytes
 from common.trace import StepTrace
 from common.training.evaluate import Evaluation, best_metric, explosion, warn_of_unknown_metric
 from common.training.losses import (
@@ -195,7 +196,7 @@ class Loop:
         self._progress.set_description_str(epoch, refresh=False)
         self._progress.update()
         if state.step % self.log_every == 0:
-            of_step, of_epoch, compute_s, spent_s = self._gather(losses)
+            of_step, of_epoch, compute_s, spent_s, gpus = self._gather(losses)
             both = torch.cat([of_step, of_epoch], dim=1)
             snapshot.refuse_non_finite(both, state.step, run.snapshots)
             loss, mean_loss = (self._of_batch(part).mean().item() for part in (of_step, of_epoch))
@@ -203,7 +204,9 @@ class Loop:
             speed, since_s = self._speed.measured(), spent_s - self._spent_s
             self._spent_s, since_s[:, 0] = spent_s, 0  # without the start
             spent = {f"time_{kind}": fmean(own) for kind, own in shares(since_s).items()}
-            run.metrics(state.step, state.epoch, loss=loss, lr=lr, **speed, **spent)
+            used = dict(zip(GPU_FIGURES, gpus.nanmean(0).tolist(), strict=True))
+            used = {name: value for name, value in used.items() if not math.isnan(value)}
+            run.metrics(state.step, state.epoch, loss=loss, lr=lr, **speed, **spent, **used)
             self._show_slow_ranks(compute_s, **speed)
         every = run.options.snapshot_every
         saves = every > 0 and state.step % every == 0
@@ -222,7 +225,8 @@ class Loop:
         """All ranks' losses of this step, means over the epoch, and times, in one message."""
         spent_s = self.clock.seconds()  # waits for a GPU, so that halves() has its last steps
         means = self.state.loss_sum / self.state.batch
-        parts = [*map(self._padded, (losses, means)), self.compute.halves(), spent_s]
+        used = gpu_use(self.run.devices)
+        parts = [*map(self._padded, (losses, means)), self.compute.halves(), spent_s, used]
         own = [part.double().flatten().cpu() for part in parts]
         return torch.split(gather_numbers(torch.cat(own)), [len(part) for part in own], dim=1)
 

@@ -56,6 +56,6 @@ def make_model(
     Raises:
         InputError: as `prepare_model`.
     """
-    model = prepare_model(options, *data.sizes_for_model, download=download)
+    model = prepare_model(options, *data.sizes_for_model, dtype, download=download)
     run.resolve(**options.resolved(data.side))
     return move(model, run.devices[0], dtype)

@@ -155,7 +155,13 @@ def how_to_build(options: Mapping[str, Any], side: int) -> dict[str, str] | None
 
 
 def prepare_model(
-    options: ModelOptions, channels: int, classes: int, side: int, *, download: bool = False
+    options: ModelOptions,
+    channels: int,
+    classes: int,
+    side: int,
+    dtype: torch.dtype,
+    *,
+    download: bool = False,
 ) -> nn.Module:
     """Build the model, load its weights and freeze its layers; an error reaches every rank.
 
@@ -166,7 +172,8 @@ def prepare_model(
             if dist.get_rank() == 0:
                 download_weights(options.model, options.weights, wanted=download)
     with agreed():
-        model = build_model(options, channels, classes, side)
+        # In its dtype before weights are loaded: those in float64 are not rounded to float32.
+        model = move(build_model(options, channels, classes, side), torch.device("cpu"), dtype)
         if options.weights:
             loaded, left_out = load_matching(model, options.weights)
             names = ", ".join(left_out) or "none"

@@ -1,7 +1,9 @@
 """DataParallel beside DistributedDataParallel: the same training on the same devices."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from common import cli
@@ -32,7 +34,6 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
     speed = {name: median(found, "samples_per_s") for name, found in runs.items()}
     rows = []
     for name, found in runs.items():
-        used = found[-1].get("gpu_utilization_percent") or []
         rows.append(
             [
                 name,
@@ -40,7 +41,9 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
                 f"{speed[name]:,.0f}",
                 f"{speed[name] / speed['DistributedDataParallel']:.2f}",
                 ", ".join(map(mebibytes, found[-1]["peak_memory_bytes"])),
-                ", ".join("?" if u is None else f"{u:.0f} %" for u in used) or "not sampled",
+                gpu_utilization(
+                    folder / f"{'dp' if name == 'DataParallel' else 'ddp'}{rounds - 1}"
+                ),
             ]
         )
     alone = "" if len(devices) > 1 else ": one device, on which DataParallel replicates nothing"
@@ -54,9 +57,16 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
         "samples/s",
         "speed ratio to DDP",
         "peak memory of each device",
-        "utilisation of each GPU",
+        "utilisation of the GPUs",
     ]
     return {"tables": [{"title": title, "columns": columns, "rows": rows}], "runs": runs}
+
+
+def gpu_utilization(run: Path) -> str:
+    """The mean over a run's log lines."""
+    lines = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+    found = [n for line in lines if (n := line.get("gpu_utilization_percent")) is not None]
+    return f"{fmean(found):.0f} %" if found else "not sampled"
 
 
 def as_arguments(config: Any, leave_out: set[str]) -> list[str]:

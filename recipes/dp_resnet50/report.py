@@ -1,8 +1,5 @@
 """What the recipe reports about its GPUs and its weights."""
 
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
@@ -12,49 +9,11 @@ from common import log
 from common.terminal import mebibytes
 
 
-class Utilization:
-    """Share of time in which each GPU ran any kernel; nvidia-smi samples it twice a second.
-
-    Source: NVIDIA, nvidia-smi, "utilization.gpu".
-    """
-
-    def __init__(self, devices: list[torch.device]) -> None:
-        gpus = [device for device in devices if device.type == "cuda"]
-        self._uuids = [f"GPU-{torch.cuda.get_device_properties(gpu).uuid}" for gpu in gpus]
-        self._sampler, self._said = None, tempfile.TemporaryFile("w+")  # noqa: SIM115 - read in stop()
-        if gpus and shutil.which("nvidia-smi"):
-            self._sampler = subprocess.Popen(
-                [
-                    "nvidia-smi",
-                    "--query-gpu=uuid,utilization.gpu",
-                    "--format=csv,noheader,nounits",
-                    "--loop-ms=500",
-                ],
-                stdout=self._said,
-                stderr=subprocess.DEVNULL,
-            )
-
-    def stop(self) -> list[float | None]:
-        """Stop sampling; returns the mean of each GPU [%], None for a GPU without a sample."""
-        if self._sampler is None:
-            return [None] * len(self._uuids)
-        self._sampler.terminate()
-        self._sampler.wait()
-        self._said.seek(0)
-        samples: dict[str, list[float]] = {uuid: [] for uuid in self._uuids}
-        for line in self._said:
-            uuid, _, percent = line.partition(", ")
-            if uuid in samples and percent.strip().isdigit():
-                samples[uuid].append(float(percent))
-        return [sum(s) / len(s) if s else None for s in samples.values()]
-
-
-def show_gpus(devices: list[torch.device], utilization: list[float | None]) -> None:
-    """Log peak memory and utilization [%] of each GPU; on a CPU, `utilization` is empty."""
-    for gpu, percent in zip(devices, utilization, strict=False):
-        peak = mebibytes(torch.cuda.max_memory_allocated(gpu))
-        share = "not sampled" if percent is None else f"{percent:.0f} %"
-        log.info(f"  {gpu}: peak memory {peak}, utilisation {share}")
+def show_gpus(devices: list[torch.device]) -> None:
+    """Log peak memory of each GPU."""
+    for gpu in devices:
+        if gpu.type == "cuda":
+            log.info(f"  {gpu}: peak memory {mebibytes(torch.cuda.max_memory_allocated(gpu))}")
 
 
 def show_inference(plain: nn.Module, model: nn.Module, images: Tensor, path: Path) -> None:

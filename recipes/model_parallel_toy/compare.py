@@ -2,6 +2,7 @@
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -25,6 +26,8 @@ from tools.comparison import in_turn, median, run_recipe
 
 DEFAULTS = """--model resnet50 --data fake --image-size 128 --global-batch-size 32
     --max-steps 6"""
+SWEEP = (1, 2, 4, 8, 16)
+"""Micro-batches per batch. 1f1b needs at least one per stage."""
 
 
 def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, Any]:
@@ -75,6 +78,7 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
             f"{ceiling:.2f}",
         ]
     )
+    swept = sweep(given, stages, batch_size, folder, rounds)
     size = f" at {config.data.image_size} px" if config.data.image_size else ""
     table = {
         "title": f"`{config.model.model}`{size}, batch {batch_size}, "
@@ -88,7 +92,29 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
         name: json.loads((folder / f"{name}{rounds - 1}" / "timeline.json").read_text())
         for name in ("gpipe", "1f1b")
     }
-    return {"tables": [table], "runs": runs, "timelines": timelines}
+    return {"tables": [table], "runs": runs, "sweep": swept, "timelines": timelines}
+
+
+def sweep(
+    given: Sequence[str], stages: int, batch_size: int, folder: Path, rounds: int
+) -> dict[str, dict[str, list[float]]]:
+    """Seconds per step in each round, by schedule and number of micro-batches."""
+    settings = {
+        f"{schedule} {count}": ["--schedule", schedule, "--micro-batches", str(count)]
+        for schedule in ("micro", "gpipe", "1f1b")
+        for count in SWEEP
+        if batch_size % count == 0 and (schedule != "1f1b" or count >= stages)
+    }
+
+    def step_s(name: str, n: int) -> float:
+        run = run_recipe(NAME, [*given, *settings[name]], folder / f"{name.replace(' ', '-')}-{n}")
+        return batch_size / float(run["samples_per_s"])
+
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, seconds in in_turn(list(settings), step_s, rounds).items():
+        schedule, count = name.split()
+        found.setdefault(schedule, {})[count] = seconds
+    return found
 
 
 def without_communication_s(given: Sequence[str], stages: int, micro_batches: int) -> float:
@@ -135,14 +161,20 @@ def main() -> None:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """The pipelines' timelines, from real measurements."""
+    """Time by the number of micro-batches, and the pipelines' timelines."""
 
-    def plot(*panels: Any) -> None:
+    def plot(swept: Any, *panels: Any) -> None:
+        for name, by_count in result["sweep"].items():
+            counts = [int(count) for count in by_count]
+            swept.plot(counts, [statistics.median(s) for s in by_count.values()], "o-", label=name)
+        swept.set_xscale("log", base=2)
+        swept.set(xlabel="micro-batches per batch", ylabel="s/step", ylim=(0, None))
+        swept.legend()
         for axes, (name, work) in zip(panels, result["timelines"].items(), strict=True):
             plot_timeline(work, axes)
             axes.set_title(f"{name}: forward (blue) and backward (orange), by micro-batch")
 
-    save_figure(path, plot, panels=2)
+    save_figure(path, plot, panels=3)
 
 
 if __name__ == "__main__":

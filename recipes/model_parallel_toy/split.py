@@ -41,9 +41,10 @@ class WholeModelOptions:
 class ParallelOptions:
     """Into how many stages the model is cut, and in which order they work."""
 
-    schedule: Literal["split", "micro", "gpipe", "1f1b"] = "split"
+    schedule: Literal["auto", "split", "micro", "gpipe", "1f1b"] = "auto"
     """Order of the work. split and micro: one process drives the devices of all stages;
-    gpipe and 1f1b: one process per stage."""
+    gpipe and 1f1b: one process per stage. auto: micro if --micro-batches says more than one,
+    else split."""
     stages: int = 2
     """Stages of the model, with about the same floating-point operations in each."""
     micro_batches: int | None = None
@@ -60,6 +61,9 @@ class ParallelOptions:
     def __post_init__(self) -> None:
         """Refuse values and combinations that cannot work."""
         refuse_below(self, stages=1, data_parallel=1, micro_batches=1)
+        if self.schedule == "auto":
+            schedule = "micro" if (self.micro_batches or 1) > 1 else "split"
+            object.__setattr__(self, "schedule", schedule)  # what a run records
         if self.schedule == "split" and self.micro_batch_count > 1:
             raise ValueError("--schedule split has no micro-batches: give --schedule micro")
         if self.in_processes and self.stages < 2:

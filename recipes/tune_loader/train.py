@@ -47,6 +47,7 @@ from common.run.begin import device_in_words
 from common.run.options import flatten
 from common.terminal import progress_bar, set_up_logs
 from common.throughput import samples_per_s
+from common.training.optimizer import OptimizerOptions
 from common.writing import write_json
 from recipes.tune_loader.streams import make_item_loader, make_stream_loader
 
@@ -59,8 +60,9 @@ class TuneOptions:
 
     output_dir: Path | None = None
     """Folder of the result. None: runs/tune_loader/UTC-TIME."""
-    global_batch_size: int = 96
-    """Size of a batch [samples]."""
+    global_batch_size: int | None = None
+    """Size of a batch [samples]. None: as in the training recipes, 96 or less for a small data
+    set."""
     samples: int = 4000
     """Samples timed for each setting [samples]. A smaller data set is loaded several times."""
     style: Literal["map", "stream", "items"] = "map"
@@ -107,8 +109,9 @@ def measure_settings(config: Config, device: torch.device) -> tuple[dict[str, An
     """
     options = config.tune
     data = load_data(config.data, options.seed, Ranks())
-    batches = GlobalBatches(len(data.train), options.global_batch_size, options.seed, 0, 1)
-    epoch, wanted = list(batches), -(-options.samples // options.global_batch_size)
+    size = options.global_batch_size or OptimizerOptions().total_batch_size(1, 1, len(data.train))
+    batches = GlobalBatches(len(data.train), size, options.seed, 0, 1)
+    epoch, wanted = list(batches), -(-options.samples // size)
     timed = (epoch * -(-wanted // len(epoch)))[:wanted]
     makers = {"map": make_loader, "stream": make_stream_loader, "items": make_item_loader}
     make = makers[options.style]
@@ -127,7 +130,7 @@ def measure_settings(config: Config, device: torch.device) -> tuple[dict[str, An
         bar.close()
         return max(median_of(speeds)[number] for speeds in found.values())
 
-    room, why_room = most_workers(data.train, options.global_batch_size, 1)
+    room, why_room = most_workers(data.train, size, 1)
     most = room if options.max_workers is None else min(room, options.max_workers)
     speeds = sweep(measure, most, len(os.sched_getaffinity(0)))
     if most == room and not done(speeds):
@@ -139,6 +142,7 @@ def measure_settings(config: Config, device: torch.device) -> tuple[dict[str, An
         "pin_memory": kind == "pinned",
         "why": why,
         "style": options.style,
+        "global_batch_size": size,
         "samples": sum(map(len, timed)),
         "samples_per_s": found,
     }

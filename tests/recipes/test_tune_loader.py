@@ -17,6 +17,7 @@ from common.group.host import usable_cores
 from common.throughput import samples_per_s
 from recipes.tune_loader.streams import make_item_loader, make_stream_loader
 from tests.helpers.gradients import CPU
+from tests.helpers.images import flowers
 from tests.helpers.pool import Pool, call_main
 from tests.helpers.run_folders import summary
 
@@ -82,3 +83,12 @@ def test_tune_loader_measures_every_style(pool: Pool, tmp_path: Path, style: str
     speeds = found["samples_per_s"]["pageable"]
     assert {number: len(rounds) for number, rounds in speeds.items()} == {"0": 2, "1": 2}
     assert all(speed > 0 for rounds in speeds.values() for speed in rounds)
+
+
+def test_the_default_batch_fits_a_small_data_set(pool: Pool, tmp_path: Path) -> None:
+    flowers(tmp_path / "photos", 30)
+    options = f"--data imagefolder --data-path {tmp_path / 'photos'} --image-size 32 --samples 24"
+    less = ["--max-workers", "0", "--rounds", "1", "--output-dir", str(tmp_path / "out")]
+    ((status, _, said),) = pool.run(call_main, 1, "tune_loader", [*options.split(), *less])
+    assert status == 0, said
+    assert json.loads((tmp_path / "out" / "loader.json").read_text())["global_batch_size"] == 12

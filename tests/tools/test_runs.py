@@ -13,7 +13,7 @@ import pytest
 
 from common.owner import owner_of
 from tests.helpers.commands import ROOT, Recipe, clean_env
-from tools.runs import differences, find_runs, look, main, order
+from tools.runs import by_epoch, differences, find_runs, look, main, order
 
 SHA = "a" * 64
 
@@ -252,3 +252,39 @@ def test_real_runs_through_the_command_line(recipe: Recipe, tmp_path: Path) -> N
     assert " failed " in lines[bad]
     assert lines[bad + 1].startswith("    error: ")
     assert "the loss is not finite" in lines[bad + 1]
+
+
+def test_a_figure_of_the_metrics_by_epoch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        {"step": 10, "epoch": 0, "loss": 2.0},
+        *(
+            {
+                "step": 10 * e,
+                "epoch": e - 1,
+                "train_loss": 1 / e,
+                "val_loss": 2 / e,
+                "val_top5": 0.5,
+            }
+            for e in (1, 2)
+        ),
+    ]
+    for name in "ab":
+        run = made_up(tmp_path / "runs" / name)
+        text = "\n".join(map(json.dumps, lines)) + '\n{"step": 21, "ep'  # killed as it wrote
+        (run / "metrics.jsonl").write_text(text)
+    none = made_up(tmp_path / "none" / "c")
+    curves = by_epoch(look(run))
+    assert curves == {
+        "train_loss": [(1, 1.0), (2, 0.5)],
+        "val_loss": [(1, 2.0), (2, 1.0)],
+        "val_top5": [(1, 0.5), (2, 0.5)],
+    }
+    assert by_epoch(look(none)) == {}
+    figure = tmp_path / "curves.png"
+    assert main([str(tmp_path / "runs"), str(none.parent), "--figure", str(figure)]) == 0
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out == f"{figure}\n"
+    assert main([str(none.parent), "--figure", str(figure)]) == 2
+    assert "none of these runs has finished an epoch" in capsys.readouterr().err

@@ -1,27 +1,31 @@
 """The best epoch's weights, clipped gradients and AdamW, and what a run says while it trains."""
 
 import json
+import math
 import re
 import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.launch.ranks import Ranks
+from common.run import loop
 from common.run.options import RunOptions
 from common.snapshots.snapshot_files import list_snapshots, read
+from common.throughput import gpu_use
 from common.training.evaluate import Evaluation
 from common.weights import weights_sha256
 from recipes.model_parallel_toy import train as parallel
 from recipes.model_parallel_toy.split import ParallelOptions
 from tests.helpers.commands import Recipe, Result
 from tests.helpers.pool import Pool, call_main
-from tests.helpers.training import training
+from tests.helpers.training import run_training, training
 
 EPOCHS = ("--nproc", "1", "--epochs", "3")
 CLIPPED_ADAMW = ("--optimizer", "adamw", "--lr", "0.001", "--clip-grad-norm", "0.5")
@@ -235,6 +239,33 @@ def test_a_run_shorter_than_log_every_has_curves(pool: Pool, tmp_path: Path) -> 
     ]
     assert "samples_per_s" not in run.metrics[0]
     assert "samples_per_s" in run.metrics[1]
+
+
+def train_with_a_driver(ranks: Ranks, folder: Path) -> None:
+    """ddp_launch as one rank, with a driver that tells each rank something else."""
+    told = torch.tensor([40.0 + 20 * ranks.rank, math.nan, 1e9])
+    with mock.patch.object(loop, "gpu_use", return_value=told):
+        options = {"run": {"log_every": 2}, "optimizer": {"max_steps": 4}}
+        run_training(ranks, folder, options)
+
+
+def test_the_use_of_gpus_is_in_the_metrics_where_the_driver_tells(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu, gpus = torch.device("cpu"), [torch.device("cuda", 0), torch.device("cuda", 1)]
+    monkeypatch.setattr(torch.cuda, "utilization", lambda gpu: 30 + 40 * gpu.index)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda _: 250_000)  # mW
+    monkeypatch.setattr(
+        torch.cuda, "device_memory_used", mock.Mock(side_effect=ModuleNotFoundError)
+    )
+    assert gpu_use(gpus).tolist() == pytest.approx([50, 250, math.nan], nan_ok=True)
+    assert gpu_use([cpu]).isnan().all()
+
+    pool.run(train_with_a_driver, 2, tmp_path)
+    run = Result(0, "", "", tmp_path)
+    assert values(run, "gpu_utilization_percent") == [50, 50]
+    assert values(run, "gpu_memory_used_bytes") == [1e9, 1e9]
+    assert "gpu_power_w" not in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_bars_on_a_terminal_leave_every_line_whole(recipe: Recipe) -> None:

@@ -20,6 +20,8 @@ from common.training.models import (
     set_train_mode,
 )
 from recipes.dp_resnet50.train import Autocast
+from tests.helpers.pool import Pool
+from tests.helpers.training import training
 
 
 def test_weights_of_matching_shape_load_and_the_others_are_named(tmp_path: Path) -> None:
@@ -47,6 +49,22 @@ def test_the_first_layers_are_those_of_the_weights(
     for size in (side, other_side):
         model = build_model(options, 3, 10, size)
         assert load_matching(model, tmp_path / "model.pt")[1] == []
+
+
+def test_weights_in_float64_are_not_rounded(pool: Pool, tmp_path: Path) -> None:
+    given = build_model(ModelOptions(), channels=1, classes=10).double().state_dict()
+    given = {name: value + 1e-12 for name, value in given.items()}
+    torch.save(given, tmp_path / "given.pt")
+    training(
+        pool,
+        1,
+        tmp_path / "run",
+        run={"precision": "fp64"},
+        model={"weights": tmp_path / "given.pt"},
+        optimizer={"max_steps": 1, "lr": 1e-30},
+    )
+    trained = torch.load(tmp_path / "run" / "model.pt", weights_only=True)
+    assert all(torch.equal(value, given[name]) for name, value in trained.items())
 
 
 def test_weights_that_cannot_be_used(tmp_path: Path) -> None:
