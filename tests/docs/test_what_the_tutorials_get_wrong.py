@@ -123,6 +123,22 @@ def rebinding_all_reduce(tensors: list[Tensor]) -> None:
         tensors[place] = tensors[0].clone()
 
 
+def test_without_zero_grad_a_step_goes_by_all_gradients_so_far() -> None:
+    def trained(momentum: float, *, clears: bool) -> Tensor:
+        weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=momentum)
+        for _ in range(4):
+            if clears:
+                optimizer.zero_grad()
+            (weight**2).sum().backward()
+            optimizer.step()
+        return weight.detach()
+
+    forgotten = trained(0.0, clears=False)
+    assert torch.allclose(forgotten, trained(1.0, clears=True), rtol=1e-12)
+    assert not torch.allclose(forgotten, trained(0.0, clears=True))
+
+
 def test_an_all_reduce_that_rebinds_list_entries_leaves_the_devices_as_they_were() -> None:
     def reduced(function: object) -> tuple[list[float], list[float]]:
         held = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])

@@ -23,11 +23,15 @@ def hosts() -> Iterator[list[list[str]]]:
 
 
 def on_both(
-    recipe: Recipe, hosts: list[list[str]], *options: str, address: str = ADDRESSES[0]
+    recipe: Recipe,
+    hosts: list[list[str]],
+    *options: str,
+    address: str = ADDRESSES[0],
+    node_ranks: tuple[int, int] = (0, 1),
 ) -> list[Result]:
     """Start ddp_launch by hand on both hosts, with the same options or with those of each host."""
     processes = []
-    for node, host in enumerate(hosts):
+    for node, host in zip(node_ranks, hosts, strict=True):
         extra = options[node].split() if len(options) == 2 else []
         command = launched(recipe, node, *OPTIONS, *extra, address=address)
         processes.append(recipe.start(*host, *command))
@@ -74,6 +78,14 @@ def test_hosts_started_differently_do_not_train(recipe: Recipe, hosts: list[list
     for result in on_both(recipe, hosts, "--lr 0.1", "--lr 0.2"):
         assert result.status == 2
         assert re.search(r"rank 1: not started like rank 0: lr 0\.1 there, 0\.2", result.stderr)
+
+
+@pytest.mark.slow
+def test_two_hosts_with_one_node_rank(recipe: Recipe, hosts: list[list[str]]) -> None:
+    first, second = on_both(recipe, hosts, node_ranks=(0, 0))
+    assert (first.status, second.status) == (2, 1)
+    assert "two processes are rank 0" in first.stderr
+    assert "give each host its own --node-rank" in first.stderr
 
 
 def listening(host: list[str]) -> set[str]:
