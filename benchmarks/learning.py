@@ -242,17 +242,18 @@ def on_page(result: dict[str, Any]) -> list[dict[str, Any]]:
         return spread([run[-1] for run in runs[name]], 3)
 
     rows = [
-        [f"ResNet-18, {task.title}, {task.epochs} epochs: {who}", at_the_end(f"{name} {trainer}")]
-        for name, task in TASKS.items()
+        [f"{name}: {who}", at_the_end(f"{name} {trainer}")]
+        for name in TASKS
         for trainer, who in ({**TRAINERS, "plain": "the plain trainer"}).items()
     ]
     rows += [["default run: dp_resnet50 " + name, at_the_end(name)] for name in RESNET50]
     rows.append(["default run: ddp_launch", at_the_end("convnet")])
     seeds = [len(runs[name]) for name in (next(iter(RESNET50)), "convnet")]
+    tasks = ", ".join(f"{task.title} for {task.epochs} epochs" for task in TASKS.values())
     return [
         {
-            "title": f"Median (least to most) of {seeds[0]} seeds (last row: {seeds[1]}); "
-            "ResNet-18 on 2 processes.",
+            "title": f"Median (least to most) of {seeds[0]} seeds (last row: {seeds[1]}). "
+            f"ResNet-18 on 2 processes: {tasks}.",
             "columns": ["", "validation accuracy at the end"],
             "rows": rows,
         }

@@ -25,13 +25,13 @@ Where to change what. Each room and file imports only from those below it; a tes
       evaluate          metrics over every validation sample once; --best-by; a loss that explodes
       losses            whether each sample has its own loss
     data/               samples and batches
-      loaders           the DataLoader and its processes; from a data set to a rank's batches
+      loaders           the DataLoader's options; from a data set to a rank's batches
       datasets          digits, photos, Fashion-MNIST, CIFAR-10, fake data; augmentation
-      packed            photos in a few large tar files, read by index (tools/pack.py writes them)
-      image_folder      which photos are in a folder; listed once per host, split by class
+      packed            photos in a few tar files, read by index, copied to each host's own disk
+      image_folder      which photos are in a folder; which of them validate; --data-index
       decode            a photo as a tensor: decoded, checked, cut out
       array_file        arrays that all processes map
-      workers           --num-workers
+      workers           --num-workers: by the cores, by the room in /dev/shm, or measured
       stream            which samples form which batch, in which order
       broken            what is said of a sample that fits no batch
       batches           batches on the device, copied ahead of time
@@ -48,8 +48,8 @@ Where to change what. Each room and file imports only from those below it; a tes
     machine             what is recorded of this machine, the code and the libraries
     replicas            do all ranks hold and compute the same bits?
     profile             --profile: torch's profiler over a few steps
-    throughput          speed of training and of loading; memory
-    seeds               randomness, determinism, precision
+    throughput          speed of training and of loading; memory; how busy the GPUs are
+    seeds               randomness, determinism, precision (TF32, bf16, fp16)
     trace               a hash of everything that one step computes (reproduce --trace-step)
     kernels             --portable: the same bits on every x86-64 CPU
     fingerprint         small operations that show whether two machines compute the same bits

@@ -1,11 +1,14 @@
 """Which devices a process uses, and the backend that connects them."""
 
 import os
+import re
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
-from common import driver
+from common import driver, log
 from common.errors import InputError
 from common.hints import with_hint
 from common.launch.ranks import Ranks
@@ -28,6 +31,7 @@ def choose_device(device: str, ranks: Ranks) -> torch.device:
     """
     if device == "cpu":
         return torch.device("cpu")
+    _warn_if_the_program_hides_gpus()
     check_driver()
     gpus = gpu_count()
     if gpus == 0:
@@ -52,6 +56,22 @@ def choose_device(device: str, ranks: Ranks) -> torch.device:
             "hosts)"
         )
     return torch.device("cuda", ranks.local_rank)
+
+
+def _warn_if_the_program_hides_gpus() -> None:
+    """Name a CUDA_VISIBLE_DEVICES that a line such as `os.environ[...] = "0"` has set."""
+    began, now = b"", os.environ.get("CUDA_VISIBLE_DEVICES")
+    with suppress(OSError):
+        began = Path("/proc/self/environ").read_bytes()  # as this process was started
+    found = re.search(rb"(?:^|\0)CUDA_VISIBLE_DEVICES=([^\0]*)", began)
+    before = os.fsdecode(found[1]) if found else None
+    if began and now != before:
+        late = torch.cuda.is_initialized()
+        log.warning(
+            f"the program has changed CUDA_VISIBLE_DEVICES from {before or 'none'} to {now}, "
+            f"{'too late for CUDA' if late else 'after the launcher counted the GPUs'}: set it in "
+            "the shell"
+        )
 
 
 def gpu_count() -> int:

@@ -133,6 +133,20 @@ def test_of_gpus_in_mig_mode_a_process_counts_what_it_can_use(
     assert choose_device("auto", Ranks(3, 3, 4, 4)).index == 0, "never cuda:3"
 
 
+def test_gpus_that_a_line_of_the_program_hides_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("common.group.devices.check_driver", lambda: None)
+    choose_device("auto", Ranks())
+    assert "CUDA_VISIBLE_DEVICES" not in caplog.text
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")  # as os.environ[...] = "7"
+    choose_device("auto", Ranks())
+    assert "to 7, after the launcher counted the GPUs: set it in the shell" in caplog.text
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    choose_device("auto", Ranks())
+    assert "to 7, too late for CUDA: set it in the shell" in caplog.text
+
+
 # A tmpfs as /dev, with the device files that Python needs and those of two GPUs.
 GPU_HOST = """\
 set -e
