@@ -131,6 +131,13 @@ _TABLE = {
     r"driver version is insufficient|driver on your system is too old": (
         "choose a stack that fits the driver (make doctor says which), or update the driver"
     ),
+    r"device-side assert": (
+        "the same command with --device cpu names the cause: often a label that is no class of the "
+        "model"
+    ),
+    r"Too many open files|received 0 items of ancdata": (
+        "raise the limit of open files (ulimit -n 65536), or give fewer --num-workers"
+    ),
     r"Name or service not known|Temporary failure in name resolution|gethostname": (
         "a host name does not resolve: use IP addresses, or add the name to /etc/hosts"
     ),

@@ -38,10 +38,11 @@ def table(rows: list[dict[str, Any]]) -> str:
         said = re.sub(r" at \S+:\d+ \(.*?\)|\d+", "#", _beginning(row["first_line"]))
         key = names.setdefault(row["fault"], (said or row["fault"], row["status"]))
         alike.setdefault(key, []).append(row)
-    lines = ["| what happens | ended after [s] | status | first line |", "|---|---|---|---|"]
+    heading = "| what happens | ended after [s] | status | first line, without `error:` |"
+    lines = [heading, "|---|---|---|---|"]
     for found in alike.values():
         seconds = max(row["seconds"] for row in found)
-        said = _beginning(found[0]["first_line"]).replace("|", "\\|")
+        said = _beginning(found[0]["first_line"]).replace("|", "\\|").removeprefix("error: ")
         what = _joined([row["fault"] for row in found])
         lines.append(f"| {what} | {seconds:.1f} | {found[0]['status']} | {said} |")
     return "\n".join(lines)

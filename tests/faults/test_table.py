@@ -29,9 +29,9 @@ def test_faults_with_the_same_line_share_one_which_names_each() -> None:
         row("it is killed twice (--restarts)", "lost 2.0 s", status=0),
     ]
     assert matrix.table(rows).splitlines()[2:] == [
-        "| a rank sleeps / hangs in data loading | 8.2 | 1 | error: rank 1 on vm: one, "
+        "| a rank sleeps / hangs in data loading | 8.2 | 1 | rank 1 on vm: one, "
         "two three four five six seven: ... |",
-        "| a rank stops | 0.2 | 1 | error: rank 2 on vm: one |",
+        "| a rank stops | 0.2 | 1 | rank 2 on vm: one |",
         "| Ctrl-C | 0.2 | 130 |  |",
         "| SIGTERM | 0.2 | 75 |  |",
         "| it is killed once / twice (--restarts) | 0.2 | 0 | lost 1.7 s |",
