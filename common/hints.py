@@ -97,6 +97,9 @@ _TABLE = {
         "its own message is above. Did all ranks call the same collectives, and use every "
         "parameter? TORCH_DISTRIBUTED_DEBUG=DETAIL names them"
     ),
+    r"Too many open files|received 0 items of ancdata": (
+        "raise the limit of open files (ulimit -n 65536), or give fewer --num-workers"
+    ),
     r"DataLoader worker .*(exited unexpectedly|Bus error|is killed by signal)|unable to (mmap|open)"
     r" shared memory|^(ConnectionResetError|ConnectionRefusedError|EOFError)"
     r"|^FileNotFoundError:? \[Errno 2\] No such file or directory$": (  # its socket has no name
@@ -134,9 +137,6 @@ _TABLE = {
     r"device-side assert": (
         "the same command with --device cpu names the cause: often a label that is no class of the "
         "model"
-    ),
-    r"Too many open files|received 0 items of ancdata": (
-        "raise the limit of open files (ulimit -n 65536), or give fewer --num-workers"
     ),
     r"Name or service not known|Temporary failure in name resolution|gethostname": (
         "a host name does not resolve: use IP addresses, or add the name to /etc/hosts"

@@ -186,7 +186,9 @@ def by_epoch(run: dict[str, Any]) -> dict[str, list[tuple[int, float]]]:
     """Epochs, counted from 1, and values of each metric that a run logged after its epochs."""
     found: dict[str, list[tuple[int, float]]] = {}
     with suppress(OSError):
-        for text in (Path(run["folder"]) / "metrics.jsonl").read_text().splitlines():
+        for text in (
+            (Path(run["folder"]) / "metrics.jsonl").read_text(errors="replace").splitlines()
+        ):
             line = None
             with suppress(ValueError):  # cut off by a kill
                 line = json.loads(text)
@@ -201,10 +203,12 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """A panel for the losses, and one for each validation metric that a run has.
 
     Raises:
-        InputError: no run has finished an epoch.
+        InputError: no run has finished an epoch, or the file cannot be a figure.
     """
     from common.figure import save_figure
 
+    if path.suffix != ".png" or not path.parent.is_dir():
+        raise InputError(f"--figure {path}: give a name that ends in .png, in a folder that exists")
     curves = {run["folder"]: found for run in runs if (found := by_epoch(run))}
     if not curves:
         raise InputError("--figure: none of these runs has finished an epoch")
@@ -296,8 +300,10 @@ def main(arguments: Sequence[str]) -> int:
         if given.clean:
             clean(runs)
         elif given.figure:
+            given.figure.unlink(missing_ok=True)
             draw(order(runs, given.sort), given.figure)
-            print(given.figure)
+            if given.figure.exists():  # else a warning says why not
+                print(given.figure)
         elif given.json:
             print(json.dumps(order(runs, given.sort)))
         elif len(folders) == 2 and [run["folder"] for run in runs] == [*map(str, folders)]:

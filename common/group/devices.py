@@ -60,17 +60,16 @@ def choose_device(device: str, ranks: Ranks) -> torch.device:
 
 def _warn_if_the_program_hides_gpus() -> None:
     """Name a CUDA_VISIBLE_DEVICES that a line such as `os.environ[...] = "0"` has set."""
-    began, now = b"", os.environ.get("CUDA_VISIBLE_DEVICES")
+    name, began = "CUDA_VISIBLE_DEVICES", b""
     with suppress(OSError):
         began = Path("/proc/self/environ").read_bytes()  # as this process was started
     found = re.search(rb"(?:^|\0)CUDA_VISIBLE_DEVICES=([^\0]*)", began)
-    before = os.fsdecode(found[1]) if found else None
-    if began and now != before:
-        late = torch.cuda.is_initialized()
+    before, now = os.fsdecode(found[1]) if found else None, os.environ.get(name)
+    if b"PATH=" in began and now != before:  # else a title of the process stands there
+        was, is_now = ("unset" if value is None else repr(value) for value in (before, now))
         log.warning(
-            f"the program has changed CUDA_VISIBLE_DEVICES from {before or 'none'} to {now}, "
-            f"{'too late for CUDA' if late else 'after the launcher counted the GPUs'}: set it in "
-            "the shell"
+            f"the program has changed {name} from {was} to {is_now}: CUDA or a launcher may have "
+            "read it before; set it in the shell"
         )
 
 

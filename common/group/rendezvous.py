@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -162,12 +163,13 @@ def _meet(
         time.sleep(pause_s)
     if not message:
         return
-    store.add("heard", 1)
     end_s = time.monotonic() + 5
-    while ranks.rank == 0 and store.add("heard", 0) < len(found):  # the store ends with rank 0
-        if time.monotonic() > end_s:
-            break
-        time.sleep(0.02)
+    with suppress(RuntimeError):  # the store ends with rank 0, of which there may be two
+        store.add("heard", 1)
+        while ranks.rank == 0 and store.add("heard", 0) < len(found):
+            if time.monotonic() > end_s:
+                break
+            time.sleep(0.02)
     shared = InputError(message)
     shared.agreed = True
     raise shared

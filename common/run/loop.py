@@ -222,7 +222,7 @@ class Loop:
         self.clock.begin_step()
 
     def _gather(self, losses: Tensor) -> Sequence[Tensor]:
-        """All ranks' losses of this step, means over the epoch, and times, in one message."""
+        """All ranks' losses of this step and of the epoch, times and GPU use, in one message."""
         spent_s = self.clock.seconds()  # waits for a GPU, so that halves() has its last steps
         means = self.state.loss_sum / self.state.batch
         used = gpu_use(self.run.devices)

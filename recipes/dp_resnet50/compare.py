@@ -1,6 +1,5 @@
 """DataParallel beside DistributedDataParallel: the same training on the same devices."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -9,6 +8,7 @@ from typing import Any
 from common import cli
 from common.figure import save_figure
 from common.group.devices import choose_devices
+from common.reading import read_metrics
 from common.run.options import flatten
 from common.terminal import mebibytes
 from recipes.dp_resnet50.train import NAME, Config
@@ -26,9 +26,12 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
     ddp = [*shared, "--nproc", str(len(devices))]
 
     def run(name: str, n: int) -> dict[str, Any]:
+        own = folder / f"{name}{n}"
         if name == "DataParallel":
-            return run_recipe(NAME, arguments, folder / f"dp{n}")
-        return run_recipe("ddp_launch", ddp, folder / f"ddp{n}", subset)
+            found = run_recipe(NAME, arguments, own)
+        else:
+            found = run_recipe("ddp_launch", ddp, own, subset)
+        return {**found, "utilization": utilization(own)}
 
     runs = in_turn(["DataParallel", "DistributedDataParallel"], run, rounds)
     speed = {name: median(found, "samples_per_s") for name, found in runs.items()}
@@ -41,9 +44,7 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
                 f"{speed[name]:,.0f}",
                 f"{speed[name] / speed['DistributedDataParallel']:.2f}",
                 ", ".join(map(mebibytes, found[-1]["peak_memory_bytes"])),
-                gpu_utilization(
-                    folder / f"{'dp' if name == 'DataParallel' else 'ddp'}{rounds - 1}"
-                ),
+                found[-1]["utilization"],
             ]
         )
     alone = "" if len(devices) > 1 else ": one device, on which DataParallel replicates nothing"
@@ -62,10 +63,10 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
     return {"tables": [{"title": title, "columns": columns, "rows": rows}], "runs": runs}
 
 
-def gpu_utilization(run: Path) -> str:
-    """The mean over a run's log lines."""
-    lines = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
-    found = [n for line in lines if (n := line.get("gpu_utilization_percent")) is not None]
+def utilization(folder: Path) -> str:
+    """The mean of a run's log lines."""
+    name = "gpu_utilization_percent"
+    found = [line[name] for line in read_metrics(folder) if name in line]
     return f"{fmean(found):.0f} %" if found else "not sampled"
 
 

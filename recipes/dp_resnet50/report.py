@@ -1,4 +1,4 @@
-"""What the recipe reports about its GPUs and its weights."""
+"""What the recipe reports about its weights."""
 
 from pathlib import Path
 
@@ -6,14 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from common import log
-from common.terminal import mebibytes
-
-
-def show_gpus(devices: list[torch.device]) -> None:
-    """Log peak memory of each GPU."""
-    for gpu in devices:
-        if gpu.type == "cuda":
-            log.info(f"  {gpu}: peak memory {mebibytes(torch.cuda.max_memory_allocated(gpu))}")
 
 
 def show_inference(plain: nn.Module, model: nn.Module, images: Tensor, path: Path) -> None:

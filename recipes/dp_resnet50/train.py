@@ -43,7 +43,7 @@ from common.training.ddp import warm_up
 from common.training.evaluate import evaluate
 from common.training.models import ModelOptions, build_model
 from common.training.optimizer import Default, OptimizerOptions, make_optimizer, set_lr
-from recipes.dp_resnet50.report import show_gpus, show_inference
+from recipes.dp_resnet50.report import show_inference
 
 NAME = "dp_resnet50"
 
@@ -164,7 +164,6 @@ def train(config: Config, ranks: Ranks) -> None:
         # report
         # The names in `model` have no `module.` prefix, so that the weights load anywhere.
         loop.finish(model.state_dict())
-        show_gpus(devices)
         images, _ = next(iter(val_loader))
         plain = build_model(config.model, *data.sizes_for_model)
         show_inference(plain, model, images, run.folder / "model.pt")

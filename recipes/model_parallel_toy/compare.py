@@ -20,14 +20,14 @@ from common.group.devices import choose_device
 from common.group.process_group import process_group
 from common.launch.ranks import Ranks
 from recipes.model_parallel_toy.pipeline import plot_timeline
-from recipes.model_parallel_toy.split import build, cut, generated_points
+from recipes.model_parallel_toy.split import ParallelOptions, build, cut, generated_points
 from recipes.model_parallel_toy.train import NAME, Config
 from tools.comparison import in_turn, median, run_recipe
 
 DEFAULTS = """--model resnet50 --data fake --image-size 128 --global-batch-size 32
     --max-steps 6"""
 SWEEP = (1, 2, 4, 8, 16)
-"""Micro-batches per batch. 1f1b needs at least one per stage."""
+"""Micro-batches per batch. A pipeline needs at least one per stage."""
 
 
 def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
             f"{ceiling:.2f}",
         ]
     )
-    swept = sweep(given, stages, batch_size, folder, rounds)
+    swept = sweep(given, config.parallel, batch_size, folder, rounds)
     size = f" at {config.data.image_size} px" if config.data.image_size else ""
     table = {
         "title": f"`{config.model.model}`{size}, batch {batch_size}, "
@@ -96,14 +96,15 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
 
 
 def sweep(
-    given: Sequence[str], stages: int, batch_size: int, folder: Path, rounds: int
+    given: Sequence[str], parallel: ParallelOptions, batch_size: int, folder: Path, rounds: int
 ) -> dict[str, dict[str, list[float]]]:
     """Seconds per step in each round, by schedule and number of micro-batches."""
     settings = {
         f"{schedule} {count}": ["--schedule", schedule, "--micro-batches", str(count)]
         for schedule in ("micro", "gpipe", "1f1b")
         for count in SWEEP
-        if batch_size % count == 0 and (schedule != "1f1b" or count >= stages)
+        if batch_size % (count * parallel.data_parallel) == 0
+        if schedule == "micro" or count >= parallel.stages
     }
 
     def step_s(name: str, n: int) -> float:

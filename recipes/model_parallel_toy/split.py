@@ -61,14 +61,11 @@ class ParallelOptions:
     def __post_init__(self) -> None:
         """Refuse values and combinations that cannot work."""
         refuse_below(self, stages=1, data_parallel=1, micro_batches=1)
-        if self.schedule == "auto":
-            schedule = "micro" if (self.micro_batches or 1) > 1 else "split"
-            object.__setattr__(self, "schedule", schedule)  # what a run records
-        if self.schedule == "split" and self.micro_batch_count > 1:
+        if self.order == "split" and self.micro_batch_count > 1:
             raise ValueError("--schedule split has no micro-batches: give --schedule micro")
         if self.in_processes and self.stages < 2:
             raise ValueError(f"--schedule {self.schedule} needs --stages 2 or more")
-        if self.schedule == "1f1b" and 1 < self.micro_batch_count < self.stages:
+        if self.order == "1f1b" and 1 < self.micro_batch_count < self.stages:
             raise ValueError("--schedule 1f1b needs at least as many --micro-batches as --stages")
         if self.devices and self.in_processes:
             raise ValueError(
@@ -85,14 +82,21 @@ class ParallelOptions:
             )
 
     @property
+    def order(self) -> str:
+        """The schedule, never `auto`."""
+        if self.schedule != "auto":
+            return self.schedule
+        return "micro" if (self.micro_batches or 1) > 1 else "split"
+
+    @property
     def in_processes(self) -> bool:
         """Whether each stage is a process."""
-        return self.schedule in ("gpipe", "1f1b")
+        return self.order in ("gpipe", "1f1b")
 
     @property
     def micro_batch_count(self) -> int:
         """Micro-batches per batch."""
-        default = 1 if self.schedule == "split" else 4
+        default = 1 if self.order == "split" else 4
         return default if self.micro_batches is None else self.micro_batches
 
     @property

@@ -122,7 +122,7 @@ def train(config: Config, ranks: Ranks) -> None:
         batches, loader, val_loader = make_loaders(
             run, config.data, data, batch_size, dtype, share=share, device=first
         )
-        run.resolve(micro_batches=parallel.micro_batch_count)
+        run.resolve(schedule=parallel.order, micro_batches=parallel.micro_batch_count)
 
         # model
         model = build(config.model, data).to(dtype)
@@ -132,7 +132,7 @@ def train(config: Config, ranks: Ranks) -> None:
         stages = cut(model, parallel.stages, sample[None])
         pipe: Any
         if mesh is not None:
-            pipe = Pipeline(stages, parallel.schedule, parallel.micro_batch_count, device, mesh)
+            pipe = Pipeline(stages, parallel.order, parallel.micro_batch_count, device, mesh)
         else:
             pipe = Split(stages, devices, parallel.micro_batch_count, replicas)
 

@@ -101,6 +101,11 @@ MESSAGES = [
     ("AcceleratorError: CUDA error: device-side assert triggered", "--device cpu names the cause"),
     ("OSError: [Errno 24] Too many open files: 'a.jpg'", "ulimit -n 65536"),
     ("RuntimeError: received 0 items of ancdata", "ulimit -n 65536"),
+    (
+        "RuntimeError: unable to open shared memory object </torch_7_8_9> in read-write mode: "
+        "Too many open files (24)",
+        "ulimit -n 65536",
+    ),
     ("RuntimeError: can't start new thread", "larger --pids-limit"),
     ("RuntimeError: unable to start watchdog thread", "larger --pids-limit"),
     ("RuntimeError Resource temporarily unavailable", "larger --pids-limit"),

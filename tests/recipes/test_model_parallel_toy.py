@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
-from common import driver
+from common import cli, driver
 from common.errors import InputError
 from common.launch.ranks import Ranks
 from common.run.options import RunOptions
@@ -31,7 +31,7 @@ from recipes.model_parallel_toy.split import (
 )
 from tests.helpers.commands import Recipe
 from tests.helpers.gradients import CPU, gradients, largest_difference
-from tests.helpers.pool import Pool, in_group
+from tests.helpers.pool import Pool, call_main, in_group
 from tests.helpers.run_folders import assert_record, summary
 
 # model_parallel_toy
@@ -232,3 +232,18 @@ def test_a_pipeline_through_the_front_door(recipe: Recipe) -> None:
         assert result.losses[step] == pytest.approx(loss, rel=1e-4)
         assert split.losses[step] == pytest.approx(loss, rel=1e-4)
     assert split.summary["val_correct"] == whole.summary["val_correct"]
+
+
+def test_micro_batches_alone_choose_a_schedule_that_has_them(pool: Pool, tmp_path: Path) -> None:
+    for number, (options, schedule, count) in enumerate(
+        [("", "split", 1), ("--micro-batches 8", "micro", 8), ("--schedule gpipe", "gpipe", 4)]
+    ):
+        _, config = cli.parse("model_parallel_toy", parallel.Config, options.split())
+        assert (config.parallel.order, config.parallel.micro_batch_count) == (schedule, count)
+        if schedule == "gpipe":
+            continue
+        folder = tmp_path / str(number)
+        arguments = [*options.split(), "--max-steps", "1", "--output-dir", str(folder)]
+        ((status, _, said),) = pool.run(call_main, 1, "model_parallel_toy", arguments)
+        assert status == 0, said
+        assert json.loads((folder / "config.json").read_text())["schedule"] == schedule

@@ -286,5 +286,8 @@ def test_a_figure_of_the_metrics_by_epoch(
     assert main([str(tmp_path / "runs"), str(none.parent), "--figure", str(figure)]) == 0
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out == f"{figure}\n"
+    (none / "metrics.jsonl").write_bytes(b"\xff\xfe")
     assert main([str(none.parent), "--figure", str(figure)]) == 2
     assert "none of these runs has finished an epoch" in capsys.readouterr().err
+    assert main([str(tmp_path / "runs"), "--figure", str(tmp_path / "curves")]) == 2
+    assert "a name that ends in .png" in capsys.readouterr().err
