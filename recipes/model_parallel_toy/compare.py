@@ -108,7 +108,8 @@ def sweep(
     }
 
     def step_s(name: str, n: int) -> float:
-        run = run_recipe(NAME, [*given, *settings[name]], folder / f"{name.replace(' ', '-')}-{n}")
+        options = [*given, *settings[name], "--max-steps", "4"]  # there are many settings
+        run = run_recipe(NAME, options, folder / f"{name.replace(' ', '-')}-{n}")
         return batch_size / float(run["samples_per_s"])
 
     found: dict[str, dict[str, list[float]]] = {}
