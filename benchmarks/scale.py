@@ -456,10 +456,13 @@ def tables(result: dict[str, Any]) -> list[dict[str, Any]]:
 def on_page(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Without the rows of 100,000 images, which the figure shows, and others in between."""
     starts, reading, ranks = result["tables"]
-    kept = [row for row in starts["rows"] if row[1] != f"{COUNTS[1]:,}"]
-    kept.remove(next(row for row in kept if row[0] == STARTS["kept"]))  # of 10,000
-    met = [row for row in ranks["rows"] if row[0] in (2, 64, "2", "64")]
-    return [{**starts, "rows": kept}, reading, {**ranks, "rows": met}]
+    few, some, _ = (f"{count:,}" for count in COUNTS)
+    shown = [row for row in starts["rows"] if row[1] != some and row[:2] != [STARTS["kept"], few]]
+    return [
+        {**starts, "rows": shown},
+        reading,
+        {**ranks, "rows": [ranks["rows"][0], ranks["rows"][-1]]},
+    ]
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

@@ -6,9 +6,9 @@
 
 A run is finished, running, stopped (asked to), failed (its error: line is below it) or killed (no
 word of its end). --only shows the runs in whose line or command a word occurs; --json prints
-everything as JSON, for a program. --figure draws their losses and validation metrics by epoch, one
-beside the other. --clean removes the older snapshots of finished runs, and folders
-of runs that never began; it says first what, and asks.
+everything as JSON, for a program. --figure draws their losses and validation metrics by epoch.
+--clean removes the older snapshots of finished runs, and folders of runs that never began; it says
+first what, and asks.
 """
 
 import json
@@ -185,17 +185,18 @@ def order(runs: Sequence[dict[str, Any]], by: str) -> list[dict[str, Any]]:
 def by_epoch(run: dict[str, Any]) -> dict[str, list[tuple[int, float]]]:
     """Epochs, counted from 1, and values of each metric that a run logged after its epochs."""
     found: dict[str, list[tuple[int, float]]] = {}
-    with suppress(OSError):
-        for text in (
-            (Path(run["folder"]) / "metrics.jsonl").read_text(errors="replace").splitlines()
-        ):
-            line = None
-            with suppress(ValueError):  # cut off by a kill
-                line = json.loads(text)
-            if isinstance(line, dict) and "train_loss" in line:
-                for name, value in line.items():
-                    if name == "train_loss" or name.startswith("val_"):
-                        found.setdefault(name, []).append((line["epoch"] + 1, value))
+    try:
+        text = (Path(run["folder"]) / "metrics.jsonl").read_text(errors="replace")
+    except OSError:
+        return found
+    for words in text.splitlines():
+        line = None
+        with suppress(ValueError):  # cut off by a kill
+            line = json.loads(words)
+        if isinstance(line, dict) and "train_loss" in line:
+            for name, value in line.items():
+                if name == "train_loss" or name.startswith("val_"):
+                    found.setdefault(name, []).append((line["epoch"] + 1, value))
     return found
 
 
@@ -216,18 +217,18 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     metrics = list(dict.fromkeys(m for found in curves.values() for m in found if m not in losses))
 
     def plot(*panels: Any) -> None:
-        for axes, names in zip(panels, [losses, *((name,) for name in metrics)], strict=True):
-            for number, (folder, found) in enumerate(curves.items()):
-                for name in names:
-                    if name in found:
-                        dashed = "--" if name == "train_loss" else "-"
-                        label = f"{name}, {folder}"
-                        axes.plot(
-                            *zip(*found[name], strict=True), dashed, c=f"C{number}", label=label
-                        )
-            axes.set(xlabel="epoch", ylabel=names[-1].removeprefix("val_"))
+        panel_of = dict(zip(["val_loss", *metrics], panels, strict=True))
+        panel_of["train_loss"] = panels[0]
+        for number, (folder, found) in enumerate(curves.items()):
+            for name, points in found.items():
+                line = "--" if name == "train_loss" else "-"
+                epochs, values = zip(*points, strict=True)
+                panel_of[name].plot(epochs, values, line, c=f"C{number}", label=f"{name}, {folder}")
+        for name, axes in panel_of.items():
+            axes.set(xlabel="epoch", ylabel=name.removeprefix("val_").removeprefix("train_"))
             axes.legend(fontsize="x-small")
 
+    path.unlink(missing_ok=True)  # an old figure would look like a new one
     save_figure(path, plot, panels=1 + len(metrics))
 
 
@@ -300,7 +301,6 @@ def main(arguments: Sequence[str]) -> int:
         if given.clean:
             clean(runs)
         elif given.figure:
-            given.figure.unlink(missing_ok=True)
             draw(order(runs, given.sort), given.figure)
             if given.figure.exists():  # else a warning says why not
                 print(given.figure)
