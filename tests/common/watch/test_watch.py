@@ -157,8 +157,12 @@ def test_another_thread_reads_the_main_threads_stack() -> None:
     names: dict[str, Callable[..., Any]] = {}
     exec(compile("def größe(call):\n  call()", "/own/größe/😀.py", "exec"), names)
 
+    def joins() -> bool:
+        found[:] = record.main_stack()  # on a busy machine, the main thread may still be in start()
+        return any(frame.line == "thread.join()" for frame in found)
+
     def look() -> None:
-        thread = threading.Thread(target=lambda: found.extend(record.main_stack()))
+        thread = threading.Thread(target=lambda: wait_for(joins))
         thread.start()
         thread.join()
 
