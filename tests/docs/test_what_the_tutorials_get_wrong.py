@@ -3,13 +3,17 @@
 import argparse
 import copy
 import hashlib
+import json
 import re
 import shlex
+import statistics
+import sys
 import tarfile
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -148,6 +152,66 @@ def test_an_all_reduce_that_rebinds_list_entries_leaves_the_devices_as_they_were
 
     assert reduced(rebinding_all_reduce) == ([11.0, 22.0], [10.0, 20.0])
     assert reduced(all_reduce) == ([11.0, 22.0], [11.0, 22.0])
+
+
+def test_dataparallel_copies_one_set_of_weights_in_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's `forward` and `replicate`; CPU tensors stand in for what they send between 2 GPUs."""
+    broadcasts: list[Tensor] = []
+
+    def broadcast(tensors: list[Tensor], devices: list[int], detach: bool) -> list[list[Tensor]]:
+        if not detach:
+            broadcasts.extend(tensors)
+            return [[tensor * 1 for tensor in tensors] for _ in devices]
+        return [tensors, [tensor.clone() for tensor in tensors]]  # the first device: its own
+
+    module = sys.modules["torch.nn.parallel.replicate"]
+    monkeypatch.setattr(module, "_broadcast_coalesced_reshape", broadcast)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    norm: Any = model[1]
+    mean = norm.running_mean
+    images, labels = torch.randn(8, 3, dtype=torch.float64), torch.randint(2, (8,))
+
+    wrapped: Any = nn.DataParallel(model)
+    wrapped.device_ids, wrapped.output_device = [0, 1], 0
+    wrapped.src_device_obj = torch.device("cpu")
+    wrapped.scatter = lambda inputs, *_: ([(part,) for part in inputs[0].chunk(2)], [{}, {}])
+    copies: list[nn.Module] = []
+
+    def apply(replicas: list[nn.Module], inputs: list[tuple[Tensor]], _: object) -> list[Tensor]:
+        copies.extend(replicas)
+        return [replica(*part) for replica, part in zip(replicas, inputs, strict=True)]
+
+    wrapped.parallel_apply, wrapped.gather = apply, lambda outputs, _: torch.cat(outputs)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(1, 3):
+        plain = copy.deepcopy(model)
+        optimizer.zero_grad()
+        cross_entropy(wrapped(images), labels).backward()
+        assert len(broadcasts) == step * len(list(model.parameters())), "all are sent again"
+        assert not any(list(replica.parameters()) for replica in copies), "nothing to update"
+        parts = [plain(part) for part in images.chunk(2)]
+        cross_entropy(torch.cat(parts), labels).backward()
+        for ours, whole in zip(model.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None
+            assert whole.grad is not None
+            assert torch.allclose(ours.grad, whole.grad, rtol=1e-12), "added up, not averaged"
+        optimizer.step()
+    assert norm.running_mean is mean
+    assert norm.num_batches_tracked == 2, "of 4 forward passes through BatchNorm"
+
+
+def test_two_processes_are_at_most_twice_as_fast_as_one() -> None:
+    """The page's figure, from the record of the comparison."""
+    runs = json.loads((ROOT / "benchmarks/peers/results/peers.json").read_text())["runs"]
+    one, two = (
+        statistics.median(run["steps_per_s"] for run in runs[processes]["bare"])
+        for processes in ("1", "2")
+    )
+    assert 1 < two / one <= 2
+    assert f"[{two / one:.2f} times as fast]" in PAGE.read_text()
 
 
 def test_a_flag_of_type_bool_is_true_whatever_it_is_given() -> None:
