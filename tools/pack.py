@@ -10,6 +10,7 @@ was. The same folder gives the same bytes.
 
     make pack DATA=shards                       only index tar files that WebDataset made, in
                                                 shards/, or in its train/ and val/
+    make pack DATA=shards ARGS="--suffix .npy"  files of another kind, for a Dataset of your own
     make pack OUT=photos.packed ARGS=--verify   compare every image with its checksum
 """
 
@@ -260,8 +261,13 @@ def write_index(
     write_file(out / INDEX, partial(write_arrays, arrays=arrays, more=more))
 
 
-def index(root: Path) -> str:
+def index(root: Path, suffix: str = "") -> str:
     """Index tar files that lie in `root`, or in its train/ and val/; returns what to say of it.
+
+    Args:
+        root: a folder.
+        suffix: how the names of the samples end, which are then not decoded and need no class.
+            Empty: they are images.
 
     Raises:
         InputError: no tar files, an image without a class, or one that cannot be decoded.
@@ -281,9 +287,9 @@ def index(root: Path) -> str:
     records, faults = list[tuple[int, ...]](), list[str]()
     with progress_bar(len(tars), unit="tar file", desc="indexing", keep=False) as bar:
         for number, path in enumerate(tars):
-            for name, content, offset, label in samples_in(path):
-                if fault := image_fault(content, f"{path}: {name}"):
-                    faults.append(fault)
+            for name, content, offset, label in samples_in(path, suffix):
+                fault = None if suffix else image_fault(content, f"{path}: {name}")
+                faults += [fault] if fault else []
                 records.append(record(number, offset, content))
                 names.append(name)
                 classes.append(label)
@@ -291,7 +297,7 @@ def index(root: Path) -> str:
             bar.update()
     refuse_faults(faults, "pack it again without this image")
     if not names:
-        raise InputError(f"{tars[0]} holds no images")
+        raise InputError(f"{tars[0]} holds no {suffix + ' files' if suffix else 'images'}")
     if all(name.isdecimal() for name in classes):
         classes = [str(int(name)) for name in classes]
         known = [str(number) for number in range(max(map(int, classes)) + 1)]
@@ -304,12 +310,14 @@ def index(root: Path) -> str:
     header = Header(known, train_count, hash_of_sizes(names, table["size"]))
     listing = Listing(**vars(header), names=Texts.of(names), labels=labels, sizes=table["size"])
     shards = [described(root, str(path.relative_to(root))) for path in tars]
-    write_index(root, listing, table, shards, {"of": "tar files that were there"})
-    return f"indexed {len(names):,} images of {len(known)} classes in {len(tars)} tar files"
+    made = {"of": "tar files that were there", **({"suffix": suffix} if suffix else {})}
+    write_index(root, listing, table, shards, made)
+    kind = f"{suffix} files" if suffix else "images"
+    return f"indexed {len(names):,} {kind} of {len(known)} classes in {len(tars)} tar files"
 
 
-def samples_in(path: Path) -> Iterator[tuple[str, bytes, int, str]]:
-    """Name, content, place and class of each image in a tar file of WebDataset.
+def samples_in(path: Path, suffix: str) -> Iterator[tuple[str, bytes, int, str]]:
+    """Name, content, place, class of each image (or file `suffix`) in a tar file of WebDataset.
 
     The files of a sample follow each other, and have the same name up to the first dot.
     """
@@ -322,14 +330,15 @@ def samples_in(path: Path) -> Iterator[tuple[str, bytes, int, str]]:
         with tarfile.open(path, "r:") as tar:
             files = (member for member in tar if member.isfile())
             for stem, members in groupby(files, key):
-                image, label = None, None
+                image, label = None, "" if suffix else None
                 for member in members:
                     taken = tar.extractfile(member)
                     content = taken.read() if taken else b""
-                    if is_image(member.name):
+                    if member.name.endswith(suffix) if suffix else is_image(member.name):
                         if image:
+                            kind = f"{suffix} files" if suffix else "images"
                             raise InputError(
-                                f"{path}: {stem.lstrip('/')} has two images: leave one"
+                                f"{path}: {stem.lstrip('/')} has two {kind}: leave one"
                             )
                         image = member.name, content, member.offset_data
                     elif member.name.endswith(".cls"):
@@ -383,16 +392,19 @@ def main(arguments: Sequence[str]) -> int:
         option("data", type=given_path, metavar="DATA", help="folder of images, or of tar files")
         option("out", type=given_path, metavar="OUT", nargs="?", help="folder of the pack")
         option("--verify", action="store_true", help="compare a pack with its checksums")
+        option("--suffix", default="", help="of tar files: samples that are no images, as .npy")
         option("--shard-mib", type=int, default=1024, help="of a tar file (default %(default)s)")
         option("--largest-side", type=int, metavar="PX", help="resize images with a longer side")
         option("--quality", type=int, default=90, help="of resized JPEGs (default %(default)s)")
         given = parser.parse_args(arguments)
         with input_errors():
             refuse_below(given, shard_mib=1, largest_side=1, quality=1)
+        if given.suffix and (given.verify or given.out):
+            raise InputError("--suffix is for tar files that are there: give DATA only")
         if given.verify:
             print(verify(given.out or given.data))
         elif given.out is None:
-            print(index(given.data))
+            print(index(given.data, given.suffix))
         else:
             size, side = given.shard_mib * 2**20, given.largest_side or 0
             try:

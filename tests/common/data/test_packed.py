@@ -1,6 +1,7 @@
 """Packed images are those of the folder, in its order, and damage is named."""
 
 import gc
+import io
 import json
 import os
 import re
@@ -11,14 +12,17 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from common.data import image_folder, packed
 from common.data.datasets import Data, DataOptions, load_data
 from common.data.decode import decoded
 from common.data.image_folder import list_images
 from common.data.packed import INDEX, Pack
+from common.data.stream import Samples
 from common.errors import InputError, TrainingError
 from common.launch.ranks import Ranks
 from common.writing import write_file
@@ -172,6 +176,65 @@ def test_tar_files_that_webdataset_made_are_indexed(
     assert len(data.val) == (len(theirs) if split else 6)
     with pytest.raises(InputError, match="has an index"):
         tool.index(tmp_path)
+
+
+class Arrays:
+    """A Dataset as a user writes it: arrays in a pack."""
+
+    def __init__(self, root: Path) -> None:
+        self.pack = Pack(root, check=True)
+
+    def __getitem__(self, index: int) -> tuple[Any, float]:
+        array = np.load(io.BytesIO(self.pack.read(index)))
+        return array, float(array.sum() * np.random.rand())
+
+
+def test_files_of_any_kind_in_tar_files_are_read_by_index(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same batches as from memory, in two loading processes; they are no data for --data."""
+    arrays = [np.full((2, 3), number, np.float32) for number in range(40)]
+    for part in range(2):
+        with tarfile.open(tmp_path / f"{part}.tar", "w") as tar:
+            for number in range(20 * part, 20 * part + 20):
+                stored = io.BytesIO()
+                np.save(stored, arrays[number])
+                for suffix, content in ((".npy", stored.getvalue()), (".txt", b"a note")):
+                    member = tarfile.TarInfo(f"{number:04d}{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    assert tool.main([str(tmp_path), "--suffix", ".npy"]) == 0
+    assert "indexed 40 .npy files of" in capsys.readouterr().out
+    assert tool.main([str(tmp_path), "--verify"]) == 0
+
+    packed_samples = Samples(Arrays(tmp_path), range(40), seed=1)
+    batches = [[(0, index) for index in range(start, start + 8)] for start in range(0, 40, 8)]
+    loaded = list(
+        DataLoader(
+            packed_samples, batch_sampler=batches, num_workers=2, collate_fn=lambda batch: batch
+        )
+    )
+    for keys, (found, drawn) in zip(batches, loaded, strict=True):
+        assert torch.equal(found, torch.stack([torch.from_numpy(arrays[i]) for _, i in keys]))
+        assert torch.equal(drawn, packed_samples.__getitems__(keys)[1])
+    with pytest.raises(InputError, match=r"holds \.npy files, no images: read them in a Dataset"):
+        load(data="packed", data_path=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--suffix", ".jpx"], "holds no .jpx files"),
+        (["out", "--suffix", ".npy"], "--suffix is for tar files that are there: give DATA only"),
+    ],
+)
+def test_a_suffix_that_means_nothing_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("0.npy"))
+    assert tool.main([str(tmp_path), *more]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_the_same_folder_gives_the_same_bytes(folder: Path, made: Path, tmp_path: Path) -> None:
