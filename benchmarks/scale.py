@@ -60,7 +60,7 @@ READERS = {
     "folder": "`--data imagefolder`",
     "packed": "`--data packed`",
     "blocks": "`--data packed --shuffle-block 64`",
-    "memory": "the same without reading: all files are in memory",
+    "memory": "from memory, without reading",
     "ImageFolder": "torchvision's ImageFolder",
     "WebDataset": "WebDataset, a buffer of 1,000",
     "LitData": "LitData, shuffled",
