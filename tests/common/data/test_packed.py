@@ -192,7 +192,7 @@ class Arrays:
 def test_files_of_any_kind_in_tar_files_are_read_by_index(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same batches as from memory, in two loading processes; they are no data for --data."""
+    """The same batches as from memory, in a loading process; they are no data for --data."""
     arrays = [np.full((2, 3), number, np.float32) for number in range(40)]
     for part in range(2):
         with tarfile.open(tmp_path / f"{part}.tar", "w") as tar:
@@ -211,7 +211,7 @@ def test_files_of_any_kind_in_tar_files_are_read_by_index(
     batches = [[(0, index) for index in range(start, start + 8)] for start in range(0, 40, 8)]
     loaded = list(
         DataLoader(
-            packed_samples, batch_sampler=batches, num_workers=2, collate_fn=lambda batch: batch
+            packed_samples, batch_sampler=batches, num_workers=1, collate_fn=lambda batch: batch
         )
     )
     for keys, (found, drawn) in zip(batches, loaded, strict=True):
