@@ -28,7 +28,7 @@ from common.data.decode import SUFFIXES, decoded, is_image, verify
 from common.errors import InputError, TrainingError
 from common.group.collectives import gather, together
 from common.launch.ranks import Ranks
-from common.reading import files_below, refuse_closed
+from common.reading import changed_ns, files_below, refuse_closed
 from common.seeds import mix
 from common.terminal import progress_bar
 from common.writing import write_file
@@ -99,11 +99,11 @@ class Files(Sequence[tuple[Path, int]]):
 
 
 def list_images(
-    root: Path, *, show_progress: bool = False, looked_into: list[str] | None = None
+    root: Path, *, show_progress: bool = False, looked_into: dict[str, int] | None = None
 ) -> tuple[Listing, str]:
     """List the images of `root`, which has one sub-folder per class, or train/ and val/ with them.
 
-    Asks the file system once per file, of many at a time. `looked_into` receives the folders.
+    Asks the file system once per file, of many at a time. `looked_into`: see `files_below`.
 
     Returns:
         The images, and the SHA-256 of this copy of them. It also depends on the folder's place and
@@ -114,6 +114,8 @@ def list_images(
         InputError: no folder, no classes, or an empty class.
     """
     folders = [root / "train", root / "val"]
+    if looked_into is not None:  # before any of them is read
+        looked_into.update({str(folder): changed_ns(folder) for folder in (root, *folders)})
     refuse_closed("--data-path", root, *folders)
     if not root.is_dir():
         raise InputError(f"--data-path {root} is not a folder")
@@ -140,8 +142,6 @@ def list_images(
         raise InputError(
             f"{folders[-1]} has no folder for {', '.join(sorted(missing))}: add it, with images"
         )
-    looked_into = [] if looked_into is None else looked_into
-    looked_into += map(str, {root, *folders})
     return _list_classes(root, folders, names, looked_into, show_progress=show_progress)
 
 
@@ -177,7 +177,7 @@ def _list_classes(
     root: Path,
     folders: list[Path],
     names: list[str],
-    looked_into: list[str],
+    looked_into: dict[str, int] | None,
     *,
     show_progress: bool,
 ) -> tuple[Listing, str]:
@@ -219,7 +219,7 @@ def _list_classes(
     return listing, times.hexdigest()
 
 
-def _list_class(root: Path, folder: Path, looked_into: list[str]) -> _Class:
+def _list_class(root: Path, folder: Path, looked_into: dict[str, int] | None) -> _Class:
     images, others = _entries(folder, looked_into)
     begin, above = len(f"{folder}/"), folder.relative_to(root)
     paths = [f"{above}/{entry.path[begin:]}" for entry in images]
@@ -239,7 +239,7 @@ def _list_class(root: Path, folder: Path, looked_into: list[str]) -> _Class:
 
 
 def _entries(
-    folder: Path, looked_into: list[str] | None = None
+    folder: Path, looked_into: dict[str, int] | None = None
 ) -> tuple[list["os.DirEntry[str]"], list[Path]]:
     """The images at any depth of a folder, and what is left out; both sorted, none hidden."""
     begin = len(f"{folder}".rstrip("/")) + 1
@@ -358,7 +358,8 @@ def kept_list(root: Path, index: Path, ranks: Ranks) -> tuple[Listing, str]:
     """The list in `index`, if no folder has changed since; else a new one, which is kept there.
 
     A folder changes when a file in it is added, removed or renamed, but not when one is written
-    in its place. A change within two seconds before the list was made might not show.
+    in its place. A change within two seconds before the list was made might not show, so such a
+    list is not used.
 
     Raises:
         InputError: `index` is another file, or cannot be written.
@@ -383,33 +384,24 @@ def kept_list(root: Path, index: Path, ranks: Ranks) -> tuple[Listing, str]:
             log.info(f"--data-index {index} is of {there}: {root} is listed anew")
         elif len(times) and times.max() > begun_ns - 2 * 10**9:
             log.info(f"--data-index {index} was made while folders changed: they are listed anew")
-        elif np.array_equal(_times_ns(folders), times):
+        elif np.array_equal([changed_ns(folder) for folder in folders], times):
             log.info(f"{len(arrays['labels'])} images: listed before ({index}); no folder changed")
             return _listing(arrays, more)
         else:
             log.info(f"folders changed since --data-index {index} was made: they are listed anew")
-    begun_ns, looked_into = time.time_ns(), list[str]()
+    begun_ns, looked_into = time.time_ns(), dict[str, int]()
     found = list_images(root, show_progress=ranks.is_main, looked_into=looked_into)
     if ranks.is_main:
         names = Texts.of(sorted(looked_into))
         arrays = {"folders": names.joined, "folder_ends": names.ends}
-        arrays["folder_times_ns"] = _times_ns(names)
+        # From before each folder was read: one that changed since is listed anew at the next start.
+        arrays["folder_times_ns"] = np.array([looked_into[name] for name in names])
         more = {"begun_ns": begun_ns, "root": os.fspath(root.resolve())}
         try:
             write_file(index, lambda file: _write(file, *found, more, arrays))
         except TrainingError as error:
             raise InputError(f"--data-index: {error}") from None
     return found
-
-
-def _times_ns(folders: Sequence[str]) -> NDArray[np.int64]:
-    """When each folder's list of files changed last; 0: it is gone."""
-    times = np.zeros(len(folders), np.int64)
-    for place, folder in enumerate(folders):
-        with suppress(OSError):
-            status = Path(folder).stat()
-            times[place] = max(status.st_mtime_ns, status.st_ctime_ns)
-    return times
 
 
 def _write(

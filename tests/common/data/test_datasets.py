@@ -521,6 +521,22 @@ def test_a_kept_list_is_used_until_a_folder_changes(
     assert listed()[1]
     (below / "two.jpg").rename(below / "three.jpg")
     assert not listed()[1]
+    index.unlink()
+    real_list = image_folder.list_images
+
+    def changing(*args: Any, **more: Any) -> Any:
+        """A folder changes after it was read; the file server's clock is a minute behind."""
+        listing = real_list(*args, **more)
+        photo(below / "late.jpg", 9)
+        return listing
+
+    with monkeypatch.context() as patch:
+        patch.setattr(image_folder, "list_images", changing)
+        before, _ = listed()
+    changed, kept = listed()
+    assert not kept
+    assert len(changed.train.source.files) == len(before.train.source.files) + 1
+    assert listed()[1]
     (root / "rose").mkdir()
     with pytest.raises(InputError, match="rose has no images"):
         listed()
