@@ -229,5 +229,5 @@ def test_the_first_screen_counts_what_is_there() -> None:
     assert "Nine recipes" in text
     assert len(sizes) == 9
     assert f"scripts of {min(sizes)} to {max(sizes)} lines" in text
-    assert f"of {round(library, -3):,} lines" in text
+    assert f"({round(library, -3):,} lines)" in text
     assert f"cause {len(faults)} faults" in text
