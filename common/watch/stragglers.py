@@ -55,7 +55,8 @@ def find_slow(
     """The ranks that compute much longer than the others, which wait for them; None if none do.
 
     Disturbances come in bursts, so a rank must be slow in both halves of the window. Among an even
-    number of ranks the lower median counts, so that one of two ranks can be slow.
+    number of ranks the lower median counts, so that one of two ranks can be slow. Beside a very slow
+    rank, small differences between the others mean nothing: less than a tenth of its excess.
 
     Args:
         halves: per rank, the median time that it computed per step in each half of the window [s].
@@ -75,6 +76,7 @@ def find_slow(
     slow.sort(key=lambda rank: -over[rank])
     if not slow:
         return None
+    slow = [rank for rank in slow if over[rank] - 1 >= (over[slow[0]] - 1) / 10]
     rest = [factor for rank, factor in enumerate(over) if rank not in slow]
     saved_s = max(over[slow[0]] - max(rest), 0.0) * min(usual)
     return Slow(slow, over[slow[0]] - 1, saved_s / max(step_s - saved_s, min(usual)))

@@ -573,6 +573,19 @@ def test_a_rank_with_one_shard_more_is_not_slow() -> None:
     assert find_slow(halves, waits, 0.4) is None
 
 
+def test_beside_a_very_slow_rank_small_differences_of_the_others_mean_nothing() -> None:
+    """On one core, the partner of a rank that sleeps for 1 s was called slow, too: by 0.4 ms."""
+    computes_s = [0.0028, 0.0028, 1.0, 0.0032]
+    halves, waits = [[s, s] for s in computes_s], [[1.0 - s, 1.0 - s] for s in computes_s]
+    found = find_slow(halves, waits, 1.0)
+    assert found
+    assert found.ranks == [2]
+    halves[3], waits[3] = [0.2, 0.2], [0.8, 0.8]
+    both = find_slow(halves, waits, 1.0)
+    assert both
+    assert both.ranks == [2, 3]
+
+
 def trained(ranks: Ranks, slow: int, before: str, sleep_s: float) -> list[list[float]]:
     """All ranks' medians after training with BatchNorm; rank `slow` sleeps in each step."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
