@@ -55,8 +55,8 @@ def find_slow(
     """The ranks that compute much longer than the others, which wait for them; None if none do.
 
     Disturbances come in bursts, so a rank must be slow in both halves of the window. Among an even
-    number of ranks the lower median counts, so that one of two ranks can be slow. Beside a very slow
-    rank, small differences between the others mean nothing: less than a tenth of its excess.
+    number of ranks the lower median counts, so that one of two ranks can be slow. Beside a very
+    slow rank, small differences between the others mean nothing: less than a tenth of its excess.
 
     Args:
         halves: per rank, the median time that it computed per step in each half of the window [s].
