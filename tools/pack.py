@@ -298,11 +298,16 @@ def index(root: Path, suffix: str = "") -> str:
     refuse_faults(faults, "pack it again without this image")
     if not names:
         raise InputError(f"{tars[0]} holds no {suffix + ' files' if suffix else 'images'}")
-    if all(name.isdecimal() for name in classes):
+    if any(classes) and (without := classes.count("")):
+        raise InputError(
+            f"{without} of {len(classes)} samples have no class (the first: "
+            f"{names[classes.index('')]}): give all one, or none"
+        )
+    if all(name.isdecimal() for name in classes) and not suffix:
         classes = [str(int(name)) for name in classes]
         known = [str(number) for number in range(max(map(int, classes)) + 1)]
     else:
-        known = sorted(set(classes))
+        known = sorted(set(classes), key=lambda name: (int(name) if name.isdecimal() else 0, name))
     place = {name: number for number, name in enumerate(known)}
     labels = np.array([place[name] for name in classes], np.int32)
     train_count = counts[len(groups[0]) - 1] if len(groups) > 1 else 0
@@ -313,7 +318,8 @@ def index(root: Path, suffix: str = "") -> str:
     made = {"of": "tar files that were there", **({"suffix": suffix} if suffix else {})}
     write_index(root, listing, table, shards, made)
     kind = f"{suffix} files" if suffix else "images"
-    return f"indexed {len(names):,} {kind} of {len(known)} classes in {len(tars)} tar files"
+    of = f" of {len(known)} classes" if any(known) else ""
+    return f"indexed {len(names):,} {kind}{of} in {len(tars)} tar files"
 
 
 def samples_in(path: Path, suffix: str) -> Iterator[tuple[str, bytes, int, str]]:
@@ -338,15 +344,17 @@ def samples_in(path: Path, suffix: str) -> Iterator[tuple[str, bytes, int, str]]
                         if image:
                             kind = f"{suffix} files" if suffix else "images"
                             raise InputError(
-                                f"{path}: {stem.lstrip('/')} has two {kind}: leave one"
+                                f"{path}: {stem.lstrip('/')} has two {kind}: leave one, or rename "
+                                "them (a sample's name ends at its first dot)"
                             )
                         image = member.name, content, member.offset_data
                     elif member.name.endswith(".cls"):
                         label = content.decode().strip()
                     elif member.name.endswith(".json"):
                         said = json.loads(content)
+                        said = said if isinstance(said, dict) else {}
                         known = [str(said[n]) for n in ("cls", "label", "class") if n in said]
-                        label = label or next(iter(known), None)
+                        label = label or next(iter(known), label)
                 if image and label is None:
                     raise InputError(
                         f"{path}: {image[0]} has no class: add {stem.lstrip('/')}.cls to the tar "
@@ -380,7 +388,8 @@ def verify(root: Path) -> str:
         for _ in ahead(pool, look, order):
             bar.update()
     refuse_faults(faults, RESTORE)
-    return f"ok: {len(found):,} images in {len(found.shards)} tar files are as they were packed"
+    kind = "samples" if found.made.get("suffix") else "images"
+    return f"ok: {len(found):,} {kind} in {len(found.shards)} tar files are as they were packed"
 
 
 def main(arguments: Sequence[str]) -> int:

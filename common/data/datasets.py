@@ -340,8 +340,8 @@ def packed_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
     with agreed():
         if suffix := pack.made.get("suffix"):
             raise InputError(
-                f"--data-path {root} holds {suffix} files, no images: read them in a Dataset of "
-                "your own (docs/bring-your-own.md)"
+                f"--data-path {options.data_path} was indexed with --suffix {suffix}: read it in a "
+                "Dataset of your own (docs/bring-your-own.md)"
             )
         parts = pack.listing.split(seed)
     data = _photos(options, seed, pack.listing, parts, partial(PackedImages, pack))

@@ -43,10 +43,16 @@ class Slow(NamedTuple):
 
     ranks: list[int]
     """The slow ones, the slowest first."""
-    excess: float
-    """How much longer the slowest one computes than the median rank, as a share of that time."""
+    excesses: list[float]
+    """How much longer each of them computes than the median rank, as a share of that time."""
     faster: float
-    """How many more steps per second the run would make without the slow ranks, as a share."""
+    """How many more steps per second the run would make without `much_slower`, as a share."""
+
+    @property
+    def much_slower(self) -> list[int]:
+        """Beside a very slow rank, small differences between the others mean nothing."""
+        pairs = zip(self.ranks, self.excesses, strict=True)
+        return [rank for rank, excess in pairs if excess >= self.excesses[0] / 10]
 
 
 def find_slow(
@@ -55,8 +61,7 @@ def find_slow(
     """The ranks that compute much longer than the others, which wait for them; None if none do.
 
     Disturbances come in bursts, so a rank must be slow in both halves of the window. Among an even
-    number of ranks the lower median counts, so that one of two ranks can be slow. Beside a very
-    slow rank, small differences between the others mean nothing: less than a tenth of its excess.
+    number of ranks the lower median counts, so that one of two ranks can be slow.
 
     Args:
         halves: per rank, the median time that it computed per step in each half of the window [s].
@@ -76,10 +81,10 @@ def find_slow(
     slow.sort(key=lambda rank: -over[rank])
     if not slow:
         return None
-    slow = [rank for rank in slow if over[rank] - 1 >= (over[slow[0]] - 1) / 10]
-    rest = [factor for rank, factor in enumerate(over) if rank not in slow]
+    found = Slow(slow, [over[rank] - 1 for rank in slow], 0.0)
+    rest = [factor for rank, factor in enumerate(over) if rank not in found.much_slower]
     saved_s = max(over[slow[0]] - max(rest), 0.0) * min(usual)
-    return Slow(slow, over[slow[0]] - 1, saved_s / max(step_s - saved_s, min(usual)))
+    return found._replace(faster=saved_s / max(step_s - saved_s, min(usual)))
 
 
 class ComputeTime:
@@ -146,7 +151,7 @@ class ComputeTime:
         now_s = monotonic()
         lasting = [
             rank
-            for rank in found.ranks
+            for rank in found.much_slower
             for windows, since_s in [self._lasts[rank]]
             if windows >= WINDOWS and now_s - since_s >= LASTS_S
         ]
@@ -157,6 +162,6 @@ class ComputeTime:
         who, *more = (f"{record['who']} ({record.get('device', '?')})" for record in about)
         also = f" (slow, too: {', '.join(more)})" if more else ""
         return (
-            f"{who} computes {found.excess:.0%} longer per step than the other ranks, which wait "
-            f"for it{also}: without it the run would be {found.faster:.0%} faster"
+            f"{who} computes {found.excesses[0]:.0%} longer per step than the other ranks, which "
+            f"wait for it{also}: without it the run would be {found.faster:.0%} faster"
         )

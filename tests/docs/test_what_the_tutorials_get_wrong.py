@@ -168,6 +168,8 @@ def test_dataparallel_copies_one_set_of_weights_in_every_step(
 
     module = sys.modules["torch.nn.parallel.replicate"]
     monkeypatch.setattr(module, "_broadcast_coalesced_reshape", broadcast)
+    module = sys.modules["torch.nn.parallel.data_parallel"]
+    monkeypatch.setattr(module, "_get_available_device_type", lambda: None)  # also with GPUs
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     norm: Any = model[1]
@@ -210,8 +212,8 @@ def test_two_processes_are_at_most_twice_as_fast_as_one() -> None:
         statistics.median(run["steps_per_s"] for run in runs[processes]["bare"])
         for processes in ("1", "2")
     )
-    assert 1 < two / one <= 2
-    assert f"[{two / one:.2f} times as fast]" in PAGE.read_text()
+    assert two / one <= 2
+    assert f"{two:.0f} steps/s on 2 processes, {one:.0f} on one" in PAGE.read_text()
 
 
 def test_a_flag_of_type_bool_is_true_whatever_it_is_given() -> None:

@@ -199,13 +199,15 @@ def test_files_of_any_kind_in_tar_files_are_read_by_index(
             for number in range(20 * part, 20 * part + 20):
                 stored = io.BytesIO()
                 np.save(stored, arrays[number])
-                for suffix, content in ((".npy", stored.getvalue()), (".txt", b"a note")):
+                note = b"[7]" if number % 2 else b'{"caption": "a note"}'
+                for suffix, content in ((".npy", stored.getvalue()), (".json", note)):
                     member = tarfile.TarInfo(f"{number:04d}{suffix}")
                     member.size = len(content)
                     tar.addfile(member, io.BytesIO(content))
     assert tool.main([str(tmp_path), "--suffix", ".npy"]) == 0
-    assert "indexed 40 .npy files of" in capsys.readouterr().out
+    assert "indexed 40 .npy files in 2 tar files" in capsys.readouterr().out
     assert tool.main([str(tmp_path), "--verify"]) == 0
+    assert "ok: 40 samples in 2 tar files" in capsys.readouterr().out
 
     packed_samples = Samples(Arrays(tmp_path), range(40), seed=1)
     batches = [[(0, index) for index in range(start, start + 8)] for start in range(0, 40, 8)]
@@ -217,8 +219,32 @@ def test_files_of_any_kind_in_tar_files_are_read_by_index(
     for keys, (found, drawn) in zip(batches, loaded, strict=True):
         assert torch.equal(found, torch.stack([torch.from_numpy(arrays[i]) for _, i in keys]))
         assert torch.equal(drawn, packed_samples.__getitems__(keys)[1])
-    with pytest.raises(InputError, match=r"holds \.npy files, no images: read them in a Dataset"):
+    with pytest.raises(InputError, match=r"was indexed with --suffix \.npy: read it in a Dataset"):
         load(data="packed", data_path=tmp_path)
+
+
+@pytest.mark.parametrize("without", [0, 12])
+def test_classes_of_files_of_any_kind_are_those_that_were_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], without: int
+) -> None:
+    """12 samples of the classes 0, 300, 600 ..., and perhaps one that has none."""
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        for number in range(13 if without else 12):
+            for suffix, content in ((".npy", b"-"), (".cls", f"{300 * number}".encode())):
+                if suffix == ".npy" or number != without or not without:
+                    member = tarfile.TarInfo(f"{number:04d}{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    status = tool.main([str(tmp_path), "--suffix", ".npy"])
+    if without:
+        assert status == 2
+        said = "1 of 13 samples have no class (the first: 0012.npy): give all one, or none"
+        assert said in capsys.readouterr().err
+    else:
+        assert status == 0
+        listing = Pack(tmp_path, check=True).listing
+        assert listing.class_names == [str(300 * number) for number in range(12)]
+        assert listing.labels.tolist() == list(range(12))
 
 
 @pytest.mark.parametrize(

@@ -520,7 +520,7 @@ def test_a_rank_that_is_slower_by_a_fifth_is_named_within_400_steps(
         assert step <= begin_s / 0.2 + 400
         assert found.ranks == [slow]
         assert line.startswith(f"rank {slow} on host{slow} (cpu) computes ")
-        assert 0.1 < found.excess < 0.3
+        assert 0.1 < found.excesses[0] < 0.3
         assert 0.04 < found.faster < 0.25
 
 
@@ -579,11 +579,12 @@ def test_beside_a_very_slow_rank_small_differences_of_the_others_mean_nothing() 
     halves, waits = [[s, s] for s in computes_s], [[1.0 - s, 1.0 - s] for s in computes_s]
     found = find_slow(halves, waits, 1.0)
     assert found
-    assert found.ranks == [2]
+    assert found.much_slower == [2]
+    assert found.ranks == [2, 3], "it may be slow for long: its windows are counted"
     halves[3], waits[3] = [0.2, 0.2], [0.8, 0.8]
     both = find_slow(halves, waits, 1.0)
     assert both
-    assert both.ranks == [2, 3]
+    assert both.much_slower == [2, 3]
 
 
 def trained(ranks: Ranks, slow: int, before: str, sleep_s: float) -> list[list[float]]:
@@ -634,7 +635,7 @@ def assert_slow(
             halves, waiting = [m[:2] for m in medians], [m[2:] for m in medians]
             assert min(halves[slow]) >= sleep_s
             found.append(find_slow(halves, waiting, sleep_s))
-        if all(one and one.ranks == [slow] for one in found):
+        if all(one and one.much_slower == [slow] for one in found):
             return
     pytest.fail(f"with a sleep of {sleep_s} s: {found}")
 
