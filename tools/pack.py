@@ -266,11 +266,12 @@ def index(root: Path, suffix: str = "") -> str:
 
     Args:
         root: a folder.
-        suffix: how the names of the samples end, which are then not decoded and need no class.
-            Empty: they are images.
+        suffix: the samples are the files whose names end so. They are not decoded, and need no
+            class. Empty: they are images.
 
     Raises:
-        InputError: no tar files, an image without a class, or one that cannot be decoded.
+        InputError: no tar files, an image without a class, or one that cannot be decoded; or some
+            samples have a class, and others none.
     """
     refuse_closed("DATA", root)
     if not root.is_dir():
@@ -297,17 +298,18 @@ def index(root: Path, suffix: str = "") -> str:
             bar.update()
     refuse_faults(faults, "pack it again without this image")
     if not names:
-        raise InputError(f"{tars[0]} holds no {suffix + ' files' if suffix else 'images'}")
+        raise InputError(f"{tars[0]} holds no {name_of(suffix)}")
     if any(classes) and (without := classes.count("")):
         raise InputError(
             f"{without} of {len(classes)} samples have no class (the first: "
             f"{names[classes.index('')]}): give all one, or none"
         )
-    if all(name.isdecimal() for name in classes) and not suffix:
+    if numbers := all(name.isdecimal() for name in classes):
         classes = [str(int(name)) for name in classes]
+    if numbers and not suffix:
         known = [str(number) for number in range(max(map(int, classes)) + 1)]
     else:
-        known = sorted(set(classes), key=lambda name: (int(name) if name.isdecimal() else 0, name))
+        known = sorted(set(classes), key=int if numbers else None)
     place = {name: number for number, name in enumerate(known)}
     labels = np.array([place[name] for name in classes], np.int32)
     train_count = counts[len(groups[0]) - 1] if len(groups) > 1 else 0
@@ -317,9 +319,13 @@ def index(root: Path, suffix: str = "") -> str:
     shards = [described(root, str(path.relative_to(root))) for path in tars]
     made = {"of": "tar files that were there", **({"suffix": suffix} if suffix else {})}
     write_index(root, listing, table, shards, made)
-    kind = f"{suffix} files" if suffix else "images"
     of = f" of {len(known)} classes" if any(known) else ""
-    return f"indexed {len(names):,} {kind}{of} in {len(tars)} tar files"
+    return f"indexed {len(names):,} {name_of(suffix)}{of} in {len(tars)} tar files"
+
+
+def name_of(suffix: str) -> str:
+    """What samples are called in a message."""
+    return f"{suffix} files" if suffix else "images"
 
 
 def samples_in(path: Path, suffix: str) -> Iterator[tuple[str, bytes, int, str]]:
@@ -342,10 +348,9 @@ def samples_in(path: Path, suffix: str) -> Iterator[tuple[str, bytes, int, str]]
                     content = taken.read() if taken else b""
                     if member.name.endswith(suffix) if suffix else is_image(member.name):
                         if image:
-                            kind = f"{suffix} files" if suffix else "images"
                             raise InputError(
-                                f"{path}: {stem.lstrip('/')} has two {kind}: leave one, or rename "
-                                "them (a sample's name ends at its first dot)"
+                                f"{path}: {stem.lstrip('/')} has two {name_of(suffix)}: leave one, "
+                                "or rename them (a sample's name ends at its first dot)"
                             )
                         image = member.name, content, member.offset_data
                     elif member.name.endswith(".cls"):
@@ -401,7 +406,9 @@ def main(arguments: Sequence[str]) -> int:
         option("data", type=given_path, metavar="DATA", help="folder of images, or of tar files")
         option("out", type=given_path, metavar="OUT", nargs="?", help="folder of the pack")
         option("--verify", action="store_true", help="compare a pack with its checksums")
-        option("--suffix", default="", help="of tar files: samples that are no images, as .npy")
+        option(
+            "--suffix", default="", help="the tar files hold samples that end so (.npy), no images"
+        )
         option("--shard-mib", type=int, default=1024, help="of a tar file (default %(default)s)")
         option("--largest-side", type=int, metavar="PX", help="resize images with a longer side")
         option("--quality", type=int, default=90, help="of resized JPEGs (default %(default)s)")

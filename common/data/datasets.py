@@ -338,11 +338,6 @@ def packed_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
         root = copied_once_per_host(root, options.data_local, ranks)
     pack = open_on_all_ranks(root, ranks)
     with agreed():
-        if suffix := pack.made.get("suffix"):
-            raise InputError(
-                f"--data-path {options.data_path} was indexed with --suffix {suffix}: read it in a "
-                "Dataset of your own (docs/bring-your-own.md)"
-            )
         parts = pack.listing.split(seed)
     data = _photos(options, seed, pack.listing, parts, partial(PackedImages, pack))
     if options.shuffle_block:

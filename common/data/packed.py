@@ -177,11 +177,26 @@ class Pack:
         return file
 
 
+def open_images(root: Path, *, check: bool) -> Pack:
+    """Open a pack for `--data packed`.
+
+    Raises:
+        InputError: as of `Pack`; or its samples are no images.
+    """
+    pack = Pack(root, check=check)
+    if suffix := pack.made.get("suffix"):
+        raise InputError(
+            f"--data-path {root} was indexed with --suffix {suffix}: read it in a Dataset of your "
+            "own (docs/bring-your-own.md)"
+        )
+    return pack
+
+
 def open_on_all_ranks(root: Path, ranks: Ranks) -> Pack:
     """Open a pack; one rank per host checks it. Calls collectives."""
     first = first_of_host(ranks)
     with agreed():
-        pack = Pack(root, check=first)
+        pack = open_images(root, check=first)
     found = gather(pack.made["sha256"])
     with agreed():
         if found[ranks.rank] != found[0]:
@@ -200,7 +215,7 @@ def copied_once_per_host(root: Path, local: Path, ranks: Ranks) -> Path:
     """
     first = first_of_host(ranks)
     with agreed():
-        pack = Pack(root, check=False)
+        pack = open_images(root, check=False)
     target = local / f"{root.name}-{pack.made['sha256'][:16]}"
 
     def complete() -> None:

@@ -246,7 +246,7 @@ class Loop:
         step_s = self.batches.global_batch_size / (samples_per_s or 1)
         found = self.compute.compare(self.state.step, compute_s, step_s)
         if found and self.run.ranks.is_main:
-            self.run.curves(self.state.step, slow_rank_excess=found.excesses[0])
+            self.run.curves(self.state.step, slow_rank_excess=found.excess)
             if news := self.compute.news(found, self.run.logs):
                 log.warning(news)
 

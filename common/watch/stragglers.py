@@ -43,16 +43,13 @@ class Slow(NamedTuple):
 
     ranks: list[int]
     """The slow ones, the slowest first."""
-    excesses: list[float]
-    """How much longer each of them computes than the median rank, as a share of that time."""
+    much_slower: list[int]
+    """Those with at least a tenth of the slowest one's excess: beside a very slow rank, small
+    differences between the others mean nothing."""
+    excess: float
+    """How much longer the slowest one computes than the median rank, as a share of that time."""
     faster: float
     """How many more steps per second the run would make without `much_slower`, as a share."""
-
-    @property
-    def much_slower(self) -> list[int]:
-        """Beside a very slow rank, small differences between the others mean nothing."""
-        pairs = zip(self.ranks, self.excesses, strict=True)
-        return [rank for rank, excess in pairs if excess >= self.excesses[0] / 10]
 
 
 def find_slow(
@@ -81,10 +78,11 @@ def find_slow(
     slow.sort(key=lambda rank: -over[rank])
     if not slow:
         return None
-    found = Slow(slow, [over[rank] - 1 for rank in slow], 0.0)
-    rest = [factor for rank, factor in enumerate(over) if rank not in found.much_slower]
+    excess = over[slow[0]] - 1
+    much_slower = [rank for rank in slow if over[rank] - 1 >= excess / 10]
+    rest = [factor for rank, factor in enumerate(over) if rank not in much_slower]
     saved_s = max(over[slow[0]] - max(rest), 0.0) * min(usual)
-    return found._replace(faster=saved_s / max(step_s - saved_s, min(usual)))
+    return Slow(slow, much_slower, excess, saved_s / max(step_s - saved_s, min(usual)))
 
 
 class ComputeTime:
@@ -162,6 +160,6 @@ class ComputeTime:
         who, *more = (f"{record['who']} ({record.get('device', '?')})" for record in about)
         also = f" (slow, too: {', '.join(more)})" if more else ""
         return (
-            f"{who} computes {found.excesses[0]:.0%} longer per step than the other ranks, which "
+            f"{who} computes {found.excess:.0%} longer per step than the other ranks, which "
             f"wait for it{also}: without it the run would be {found.faster:.0%} faster"
         )

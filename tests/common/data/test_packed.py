@@ -221,6 +221,10 @@ def test_files_of_any_kind_in_tar_files_are_read_by_index(
         assert torch.equal(drawn, packed_samples.__getitems__(keys)[1])
     with pytest.raises(InputError, match=r"was indexed with --suffix \.npy: read it in a Dataset"):
         load(data="packed", data_path=tmp_path)
+    local = tmp_path / "local"
+    with pytest.raises(InputError, match=r"was indexed with --suffix"):
+        load(data="packed", data_path=tmp_path, data_local=local)
+    assert not local.exists(), "nothing is copied before"
 
 
 @pytest.mark.parametrize("without", [0, 12])
@@ -245,6 +249,17 @@ def test_classes_of_files_of_any_kind_are_those_that_were_given(
         listing = Pack(tmp_path, check=True).listing
         assert listing.class_names == [str(300 * number) for number in range(12)]
         assert listing.labels.tolist() == list(range(12))
+
+
+def test_classes_that_are_not_all_numbers_are_in_the_order_of_texts(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        for number, name in enumerate((b"rose", b"9", b"10")):
+            for suffix, content in ((".npy", b"-"), (".cls", name)):
+                member = tarfile.TarInfo(f"{number}{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    tool.index(tmp_path, ".npy")
+    assert Pack(tmp_path, check=True).listing.class_names == ["10", "9", "rose"]
 
 
 @pytest.mark.parametrize(
