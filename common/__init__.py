@@ -22,7 +22,7 @@ Where to change what. Each room and file imports only from those below it; a tes
       optimizer         optimizer, batch size, learning rate and its schedule
       ddp               around DistributedDataParallel: accumulation, compression, SyncBatchNorm
       virtual_ranks     the same bits on any number of processes
-      evaluate          metrics over every validation sample once; --best-by; a loss that explodes
+      evaluation        metrics over every validation sample once; --best-by; a loss that explodes
       losses            whether each sample has its own loss
     data/               samples and batches
       loaders           the DataLoader's options; from a data set to a rank's batches

@@ -46,7 +46,7 @@ from common.run.begin import device_in_words
 from common.run.options import RunOptions
 from common.seeds import set_determinism
 from common.terminal import set_up_logs
-from common.training.evaluate import evaluate, score_classes
+from common.training.evaluation import evaluate, score_classes
 from common.weights import weights_sha256
 from tools.command import Parser, open_stdout, printing
 from tools.own import Parts, load_own, recipe_of

@@ -23,7 +23,7 @@ from common.errors import InputError
 from common.group.collectives import agreed
 from common.launch.ranks import Ranks
 from common.seeds import mixed_precision
-from common.training.evaluate import Scores, score_classes
+from common.training.evaluation import Scores, score_classes
 from common.training.models import build_model, move
 from recipes.__main__ import recipes
 from tools.recorded import options_of

@@ -36,7 +36,7 @@ from common.snapshots.state import Stateful, TrainingState
 from common.terminal import progress_bar
 from common.throughput import GPU_FIGURES, Throughput, gpu_use, peak_memory_bytes
 from common.trace import StepTrace
-from common.training.evaluate import Evaluation, best_metric, explosion, warn_of_unknown_metric
+from common.training.evaluation import Evaluation, best_metric, explosion, warn_of_unknown_metric
 from common.training.losses import (
     refuse_other_losses,
     refuse_targets_of_another_shape,

@@ -2,3 +2,29 @@
 
 Nothing here knows where the data come from or what a run leaves.
 """
+
+from common.training.ddp import ParallelOptions, synchronize_batch_norm, warm_up
+from common.training.evaluation import evaluate
+from common.training.models import ModelOptions, build_model, move
+from common.training.optimizer import (
+    Default,
+    OptimizerOptions,
+    ScheduleOptions,
+    make_optimizer,
+    set_lr,
+)
+
+__all__ = [
+    "Default",
+    "ModelOptions",
+    "OptimizerOptions",
+    "ParallelOptions",
+    "ScheduleOptions",
+    "build_model",
+    "evaluate",
+    "make_optimizer",
+    "move",
+    "set_lr",
+    "synchronize_batch_norm",
+    "warm_up",
+]

@@ -41,8 +41,7 @@ from common.launch.ranks import Ranks
 from common.option_rules import may_change, refuse_below
 from common.run import Loop, Run, RunOptions, begin
 from common.seeds import mixed_precision
-from common.training.evaluate import evaluate
-from common.training.optimizer import Default, ScheduleOptions, set_lr
+from common.training import Default, ScheduleOptions, evaluate, set_lr
 from recipes.checkpoint_rnn.adding import (
     AddingRNN,
     RecurrentOptions,

@@ -31,10 +31,15 @@ from common.group.process_group import process_group
 from common.launch.ranks import Ranks
 from common.run import Loop, MicroBatches, Run, RunOptions, begin, make_loaders, make_model
 from common.seeds import mixed_precision
-from common.training.ddp import ParallelOptions, synchronize_batch_norm
-from common.training.evaluate import evaluate
-from common.training.models import ModelOptions
-from common.training.optimizer import OptimizerOptions, make_optimizer, set_lr
+from common.training import (
+    ModelOptions,
+    OptimizerOptions,
+    ParallelOptions,
+    evaluate,
+    make_optimizer,
+    set_lr,
+    synchronize_batch_norm,
+)
 
 NAME = "ddp_launch"
 
@@ -87,10 +92,8 @@ def train(config: Config, ranks: Ranks) -> None:
         micro_batches = MicroBatches(ddp, parallel, loop, autocast)
         if not loop.resume(model=model, optimizer=optimizer, scaler=scaler):
             return  # the run is finished already
-        # DDP reorders its sums after the first backward pass. Do one now, and forget its result:
-        # then the first step after a resume has the bits of a run that was not interrupted.
-        inputs, *_ = data.train[(0, 0)]  # epoch 0, sample 0
-        micro_batches.warm_up(loader.prepare(inputs))
+        # DDP reorders its sums after one backward pass: do one now, else a resume changes the bits.
+        micro_batches.warm_up(loader.prepare(data.train[(0, 0)][0]))  # epoch 0, sample 0: its image
 
         # loop
         for epoch in loop.epochs(ddp):  # times ddp's steps, to find a slow rank

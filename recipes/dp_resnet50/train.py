@@ -39,10 +39,16 @@ from common.group.process_group import process_group
 from common.launch.ranks import Ranks
 from common.run import Loop, Run, RunOptions, announce, make_loaders, make_model, set_up
 from common.seeds import mixed_precision
-from common.training.ddp import warm_up
-from common.training.evaluate import evaluate
-from common.training.models import ModelOptions, build_model
-from common.training.optimizer import Default, OptimizerOptions, make_optimizer, set_lr
+from common.training import (
+    Default,
+    ModelOptions,
+    OptimizerOptions,
+    build_model,
+    evaluate,
+    make_optimizer,
+    set_lr,
+    warm_up,
+)
 from recipes.dp_resnet50.report import show_inference
 
 NAME = "dp_resnet50"

@@ -13,7 +13,7 @@ from common import log
 from common.figure import save_figure
 from common.seeds import seed_everything
 from common.terminal import progress_bar
-from common.training.evaluate import evaluate
+from common.training import evaluate
 from common.writing import write_json
 from recipes.dp_scratch.lenet import lenet
 

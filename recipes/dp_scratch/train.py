@@ -40,8 +40,7 @@ from common.launch.ranks import Ranks
 from common.option_rules import may_change
 from common.run import Loop, Run, RunOptions, announce, make_loaders, set_up
 from common.seeds import mixed_precision
-from common.training.evaluate import evaluate
-from common.training.optimizer import Default, ScheduleOptions
+from common.training import Default, ScheduleOptions, evaluate
 from recipes.dp_scratch.lenet import initialize, lenet, refuse_other_images
 from recipes.dp_scratch.lesson import show_lesson
 from recipes.dp_scratch.show import show_steps

@@ -40,8 +40,7 @@ from common.group.process_group import process_group
 from common.launch.ranks import Ranks
 from common.option_rules import may_change, refuse_below
 from common.run import Loop, Run, RunOptions, announce, make_loaders, set_up
-from common.training.evaluate import evaluate
-from common.training.optimizer import Default, ScheduleOptions, set_lr
+from common.training import Default, ScheduleOptions, evaluate, set_lr
 from recipes.fsdp.memory import table
 from recipes.fsdp.model import Transformer, TransformerOptions
 from recipes.fsdp.parallel import (

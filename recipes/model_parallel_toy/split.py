@@ -19,8 +19,7 @@ from common.group.collectives import gather_to_rank_0
 from common.group.devices import choose_devices
 from common.launch.ranks import Ranks
 from common.option_rules import may_change, refuse_below
-from common.training.ddp import warm_up
-from common.training.models import ModelOptions, build_model
+from common.training import ModelOptions, build_model, warm_up
 
 LAYERS = {"toy": 2, "resnet50": 19}
 """Layers with parameters, of which a stage needs at least one."""

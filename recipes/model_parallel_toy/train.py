@@ -39,8 +39,7 @@ from common.group.process_group import process_group
 from common.launch.ranks import Ranks
 from common.run import Loop, Run, RunOptions, announce, make_loaders, set_up
 from common.seeds import mixed_precision
-from common.training.evaluate import evaluate
-from common.training.optimizer import OptimizerOptions, make_optimizer, set_lr
+from common.training import OptimizerOptions, evaluate, make_optimizer, set_lr
 from recipes.model_parallel_toy.split import (
     LAYERS,
     ParallelOptions,

@@ -38,7 +38,6 @@ from common.figure import save_figure
 from common.group.devices import choose_device
 from common.group.process_group import process_group
 from common.hints import SHARED_MEMORY_HINT
-from common.launch.process import end_process
 from common.launch.ranks import Ranks
 from common.manifest import describe_run
 from common.option_rules import refuse_below
@@ -47,7 +46,7 @@ from common.run.begin import device_in_words
 from common.run.options import flatten
 from common.terminal import progress_bar, set_up_logs
 from common.throughput import samples_per_s
-from common.training.optimizer import OptimizerOptions
+from common.training import OptimizerOptions
 from common.writing import write_json
 from recipes.tune_loader.streams import make_item_loader, make_stream_loader
 
@@ -61,17 +60,14 @@ class TuneOptions:
     output_dir: Path | None = None
     """Folder of the result. None: runs/tune_loader/UTC-TIME."""
     global_batch_size: int | None = None
-    """Size of a batch [samples]. None: as in the training recipes, 96 or less for a small data
-    set."""
+    """Samples in a batch. None: as in the training recipes, 96 or less for a small data set."""
     samples: int = 4000
     """Samples timed for each setting [samples]. A smaller data set is loaded several times."""
     style: Literal["map", "stream", "items"] = "map"
-    """Style of the data set. stream: the same batches from an iterable data set.
-    items: the same samples from a source without index and length.
-    The file recipes/tune_loader/streams.py shows how both are sharded."""
+    """Style of the data set. stream: the same batches, iterable. items: the same samples, from a
+    source without index and length. recipes/tune_loader/streams.py shows how both are sharded."""
     max_workers: int | None = None
-    """Largest number of loading processes to try [processes].
-    None: until two more processes bring no gain."""
+    """Most loading processes to try [processes]. None: until two more bring no gain."""
     rounds: int = 3
     """Times that each setting is measured [rounds]; the median counts."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -104,8 +100,7 @@ def measure_settings(config: Config, device: torch.device) -> tuple[dict[str, An
     """Time every setting, and choose one.
 
     Returns:
-        The result, with samples/s by kind of memory and number of processes in each round; and the
-        data's fingerprint.
+        The result, with samples/s by kind of memory, processes and round; the data's fingerprint.
     """
     options = config.tune
     data = load_data(config.data, options.seed, Ranks())
@@ -177,20 +172,17 @@ def train(config: Config, ranks: Ranks) -> None:
     torch.set_num_threads(1)
     with process_group(ranks, device, "auto", 600):
         found, fingerprint = measure_settings(config, device)
-        manifest = describe_run([device], options.seed, fingerprint)
-    write_json(folder / "manifest.json", manifest)
+        write_json(folder / "manifest.json", describe_run([device], options.seed, fingerprint))
     write_json(folder / "loader.json", found)
     save_figure(folder / "loader.png", partial(plot, found))
     lines = [f"\n  {'workers':>8}  {'memory':>8}  {'samples/s':>10}  {'seconds':>8}"]
     for kind, speeds in found["samples_per_s"].items():
         for number, speed in median_of(speeds).items():
-            lines.append(
-                f"  {number:>8}  {kind:>8}  {speed:>10,.0f}  {found['samples'] / speed:>8.2f}"
-            )
+            seconds = found["samples"] / speed
+            lines.append(f"  {number:>8}  {kind:>8}  {speed:>10,.0f}  {seconds:>8.2f}")
     pin = "--pin-memory" if found["pin_memory"] else "--no-pin-memory"
     advice = f"--num-workers {found['num_workers']}" + (f" {pin}" if device.type == "cuda" else "")
-    lines.append(f"\nrecommended: {advice} ({found['why']})")
-    lines.append(f"  {folder}/loader.json, loader.png")
+    lines += [f"\nrecommended: {advice} ({found['why']})", f"  {folder}/loader.json, loader.png"]
     log.info("\n".join(lines))
 
 
@@ -200,4 +192,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    cli.end_process(main())

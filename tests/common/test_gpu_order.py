@@ -21,7 +21,7 @@ from common.data.datasets import Data
 from common.data.stream import Samples
 from common.group.stop import StopAgreement
 from common.replicas import fingerprint
-from common.training.evaluate import score_classes
+from common.training.evaluation import score_classes
 from common.training.models import ModelOptions, build_model
 from recipes.checkpoint_rnn import adding
 from recipes.checkpoint_rnn.adding import AddingRNN, RecurrentOptions, SequenceOptions
@@ -142,7 +142,7 @@ def test_no_forward_pass_mixes_devices(
 
     monkeypatch.setattr(nn.LSTM, "forward", lstm)
     monkeypatch.setattr(nn.Module, "to", to)
-    monkeypatch.setattr("common.training.evaluate._refuse_other_labels", lambda *_: None)
+    monkeypatch.setattr("common.training.evaluation._refuse_other_labels", lambda *_: None)
     with FakeTensorMode():  # whose tensors have no values, such as a wrong label's
         assert {tensor.device for tensor in outputs()} == {GPU}
 

@@ -15,7 +15,7 @@ from common.group.stop import StopAgreement
 from common.launch import start
 from common.launch.ranks import Ranks
 from common.launch.start import LaunchOptions
-from common.training.evaluate import evaluate
+from common.training.evaluation import evaluate
 from recipes.fsdp.parallel import InStep
 from tests.helpers.pool import Pool, in_group
 

@@ -45,7 +45,7 @@ from common.launch.report import report
 from common.run.options import RunOptions, flatten
 from common.seeds import rng_state
 from common.training.ddp import chunks, warm_up
-from common.training.evaluate import Evaluation, evaluate, score_classes
+from common.training.evaluation import Evaluation, evaluate, score_classes
 from common.training.losses import refuse_other_losses, warn_of_means
 from common.training.optimizer import OptimizerOptions
 from common.weights import weights_sha256

@@ -28,7 +28,7 @@ from common.data.loaders import Loader, loader_options
 from common.data.stream import GlobalBatches, fixed_batches
 from common.group.devices import choose_device
 from common.launch.ranks import Ranks, resolve
-from common.training.evaluate import evaluate
+from common.training.evaluation import evaluate
 from common.training.models import ModelOptions, build_model, load_matching, set_train_mode
 from recipes.ddp_launch.train import Config
 from recipes.dp_resnet50.train import Config as LessonConfig

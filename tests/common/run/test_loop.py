@@ -19,7 +19,7 @@ from common.run import loop
 from common.run.options import RunOptions
 from common.snapshots.snapshot_files import list_snapshots, read
 from common.throughput import gpu_use
-from common.training.evaluate import Evaluation
+from common.training.evaluation import Evaluation
 from common.weights import weights_sha256
 from recipes.model_parallel_toy import train as parallel
 from recipes.model_parallel_toy.split import ParallelOptions

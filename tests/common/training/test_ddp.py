@@ -32,7 +32,7 @@ from common.run.options import flatten
 from common.seeds import rng_state, seed_everything, set_rng_state
 from common.snapshots.snapshot_files import read
 from common.training.ddp import average_in_bf16, micro_batches, warm_up
-from common.training.evaluate import Evaluation, evaluate
+from common.training.evaluation import Evaluation, evaluate
 from common.training.models import ModelOptions, build_model
 from common.weights import weights_sha256
 from tests.helpers.pool import Pool, in_group

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.errors import InputError
-from common.training.evaluate import best_metric, explosion
+from common.training.evaluation import best_metric, explosion
 from common.training.optimizer import OptimizerOptions
 
 

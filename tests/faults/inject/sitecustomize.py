@@ -195,7 +195,7 @@ if "GATES" in os.environ:
 if "KILLS" in os.environ:
     OnImport("common.run.loop", patch_kills)
 if "EVALUATION_S" in os.environ:
-    OnImport("common.training.evaluate", patch_evaluation)
+    OnImport("common.training.evaluation", patch_evaluation)
 if "IMAGE_S" in os.environ:
     OnImport("common.data.decode", patch_images)
 devices = os.environ.get("DEVICES")
