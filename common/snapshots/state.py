@@ -24,7 +24,6 @@ from common.group.collectives import agreed, gather, gather_numbers, gather_to_r
 from common.group.process_group import group_for_threads
 from common.seeds import rng_state, seed_everything, set_rng_state
 from common.snapshots.fits import refuse_other_state
-from common.snapshots.shards import put_together, take_apart
 from common.snapshots.snapshot_files import FORMAT, keep_newest, newest_name, unlike, write
 
 _POSITION = ("epoch", "batch", "step", "metrics_bytes", "metrics_sha256")
@@ -102,6 +101,8 @@ class TrainingState:
         if self.mesh is not None or dist.get_rank() == 0:
             parts = {name: part.state_dict() for name, part in self.parts.items()}
         if self.mesh is not None:
+            from common.snapshots.shards import take_apart  # imports sympy, which takes long
+
             mine["parts"], mine["pieces"] = take_apart(parts, self.mesh)
             parts = {}
         # The next step changes the originals.
@@ -183,6 +184,8 @@ class TrainingState:
         same = (found["world_size"], found.get("mesh")) == (world_size, mesh)
         present = {name: part.state_dict() for name, part in self.parts.items()}
         if self.mesh is not None:
+            from common.snapshots.shards import put_together
+
             mine, parts = put_together(found["shards"], rank, present)
             losses = mine["loss_sum"] if same else found["mean_loss_sum"]
         else:
