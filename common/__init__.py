@@ -8,7 +8,7 @@ Where to change what. Each room and file imports only from those below it; a tes
     run/                one run: between two steps, and in its folder
       micro_batches     the parts of a rank's batch in each step of DDP
       loop              what happens between two steps: log, save, stop, resume, the best epoch
-      options           --output-dir, --resume, --snapshot-every, --keep-snapshots, --timeout-s ...
+      options           --output-dir, --resume, --snapshot-every, --timeout-s (also at the start)
       parts             the loaders and the model of a run
       begin             logs, determinism, the seed; the first line of a run
       check             --check
@@ -19,7 +19,7 @@ Where to change what. Each room and file imports only from those below it; a tes
       history           the time of a run over all its starts: goodput
     training/           what is trained
       models            models by name, weights to begin with, freezing
-      optimizer         optimizer, batch size, learning rate and its schedule
+      optimizer         optimizer, batch size, learning rate, its schedule, --clip-grad-norm
       ddp               around DistributedDataParallel: accumulation, compression, SyncBatchNorm
       virtual_ranks     the same bits on any number of processes
       evaluation        metrics over every validation sample once; --best-by; a loss that explodes
@@ -33,9 +33,9 @@ Where to change what. Each room and file imports only from those below it; a tes
       array_file        arrays that all processes map
       workers           --num-workers: by the cores, by the room in /dev/shm, or measured
       stream            which samples form which batch, in which order
-      broken            what is said of a sample that fits no batch
+      broken            what is said of a sample that cannot be read or fits no batch
       batches           batches on the device, copied ahead of time
-    downloads           public data and weights that --download gets
+    downloads           flower photos and weights that --download gets; the others: datasets
     snapshots/          the training state on the disk
       state             what a snapshot holds; how it is loaded again
       snapshot_files    writing, finding, checking and deleting snapshots; their format

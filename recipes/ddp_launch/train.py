@@ -63,14 +63,14 @@ def train(config: Config, ranks: Ranks) -> None:
     device = begin(NAME, config.run, ranks)  # seeds every rank alike
     dtype, autocast, scaler = mixed_precision(config.run.precision, device)
     with process_group(ranks, device, config.run.backend, config.run.timeout_s):
-        run = Run(NAME, config, ranks, device)
+        run = Run(NAME, config, ranks, device)  # its folder, record and times
 
         # data
         data = load_data(config.data, config.run.seed, ranks)
         options, global_batch_size = parallel.fit(options, len(data.train), ranks.world_size)
         batches, loader, val_loader = make_loaders(
             run, config.data, data, global_batch_size, dtype, shards=parallel.virtual_ranks
-        )
+        )  # batches: which samples; loader: their images and labels
 
         # model
         model = make_model(run, config.model, data, dtype, download=config.data.download)
@@ -97,14 +97,14 @@ def train(config: Config, ranks: Ranks) -> None:
 
         # loop
         for epoch in loop.epochs(ddp):  # times ddp's steps, to find a slow rank
-            batches.set_epoch(epoch, loop.state.batch, loop.steps_left)  # skips what is done
+            batches.set_epoch(epoch, loop.state.batch, loop.steps_left)  # those still to do
             for batch in loader:
                 set_lr(optimizer, loop.lr)
                 losses = []
                 for images, labels in micro_batches.of(batch):  # DDP sends with the last one
                     with autocast:
                         losses.append(cross_entropy(ddp(images), labels, reduction="none"))
-                    loss = losses[-1].sum() / batches.loss_divisor  # adds up to the mean
+                    loss = losses[-1].sum() / batches.loss_divisor  # DDP averages to the batch mean
                     scaler.scale(loss).backward()
                 if options.clip_grad_norm:
                     scaler.unscale_(optimizer)  # the norm is that of the true gradients
@@ -112,11 +112,11 @@ def train(config: Config, ranks: Ranks) -> None:
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad(set_to_none=True)
-                loop.after_step(torch.cat(losses))
+                loop.after_step(torch.cat(losses))  # logs, saves, stops on a signal
             loop.save()  # before the evaluation, which may take long
-            # Ranks may have unequal numbers of batches, and ddp would wait for the other ranks.
+            # Not ddp: it would wait for the other ranks, which may have fewer batches.
             result = evaluate(model, val_loader, len(data.val))
-            loop.after_epoch(result, model.state_dict)
+            loop.after_epoch(result, model.state_dict)  # keeps the weights if they are the best
 
         # report
         loop.finish(model.state_dict())
@@ -128,4 +128,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    cli.end_process(main())
+    cli.end_process(main())  # not sys.exit, in which gloo's threads may abort
