@@ -286,14 +286,14 @@ def test_an_option_is_refused_in_plain_letters_on_a_terminal(recipe: Recipe) -> 
     ("name", "closed"),
     [
         ("ddp_launch", "<&- >&- 2>&-"),
-        ("dp_scratch", ">&- 2>&-"),
+        ("dp_scratch --no-lesson", ">&- 2>&-"),
         pytest.param("ddp_spawn", "<&- >&- 2>&-", marks=pytest.mark.slow),
         pytest.param("ddp_launch", "2>&-", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_needs_no_standard_streams(recipe: Recipe, name: str, closed: str) -> None:
     """As a daemon has none: no file or socket of the run may take their numbers."""
-    command = recipe.command(name, "--max-steps", "2")
+    command = recipe.command(*name.split(), "--max-steps", "2")
     process = recipe.start("sh", "-c", f'exec "$@" {closed}', "sh", *command)
     result = recipe.finish(process, recipe.tmp_path / "run").assert_ok()
     assert result.summary["steps"] == 2
