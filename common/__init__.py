@@ -8,7 +8,7 @@ Where to change what. Each room and file imports only from those below it; a tes
     run/                one run: between two steps, and in its folder
       micro_batches     the parts of a rank's batch in each step of DDP
       loop              what happens between two steps: log, save, stop, resume, the best epoch
-      options           --output-dir, --resume, --snapshot-every, --timeout-s (also at the start)
+      options           --output-dir, --resume, --keep-snapshots, how long ranks wait: --timeout-s
       parts             the loaders and the model of a run
       begin             logs, determinism, the seed; the first line of a run
       check             --check
@@ -35,7 +35,7 @@ Where to change what. Each room and file imports only from those below it; a tes
       stream            which samples form which batch, in which order
       broken            what is said of a sample that cannot be read or fits no batch
       batches           batches on the device, copied ahead of time
-    downloads           flower photos and weights that --download gets; the others: datasets
+    downloads           --download of the flower photos and of weights (of other data: datasets)
     snapshots/          the training state on the disk
       state             what a snapshot holds; how it is loaded again
       snapshot_files    writing, finding, checking and deleting snapshots; their format

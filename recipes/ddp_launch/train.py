@@ -128,4 +128,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    cli.end_process(main())  # not sys.exit, in which gloo's threads may abort
+    cli.end_process(main())  # not sys.exit: a thread of gloo may abort it

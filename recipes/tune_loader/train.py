@@ -64,8 +64,8 @@ class TuneOptions:
     samples: int = 4000
     """Samples timed for each setting [samples]. A smaller data set is loaded several times."""
     style: Literal["map", "stream", "items"] = "map"
-    """Style of the data set. stream: the same batches, iterable. items: the same samples, from a
-    source without index and length. recipes/tune_loader/streams.py shows how both are sharded."""
+    """Style of the data set. stream: the same batches from an iterable data set. items: the same
+    samples without index and length. recipes/tune_loader/streams.py shows how both are sharded."""
     max_workers: int | None = None
     """Most loading processes to try [processes]. None: until two more bring no gain."""
     rounds: int = 3

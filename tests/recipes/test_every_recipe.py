@@ -1,6 +1,7 @@
 """Laws of the recipes of one process and of pipelines; each one's command line at the end."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -241,3 +242,10 @@ def test_six_epochs_are_enough_to_learn(recipe: Recipe, options: str, reaches: f
     """Where the initial weights were not torchvision's, these reached 0.50 and 0.81."""
     result = recipe("ddp_launch", "--epochs", "6", *options.split()).assert_ok()
     assert result.summary["val_accuracy"] >= reaches
+
+
+def test_a_recipe_without_divided_tensors_starts_without_them() -> None:
+    """They import sympy: 30 % of the CPU time that importing a recipe took."""
+    code = "import sys, recipes.ddp_launch.train; print('torch.distributed.tensor' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
+    assert found.stdout.strip() == b"False"
