@@ -353,14 +353,13 @@ class Loop:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _interrupt(self, _number: int, _frame: object) -> NoReturn:
-        """Ctrl-C: end at once, and say from where the run can resume."""
+        """Ctrl-C: end at once, and say which snapshot is on the disk."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        saved = self.state.saved_step
-        kept = f"the last snapshot is of step {saved}" if saved >= 0 else "there is no snapshot yet"
         if self.run.ranks.is_main:
+            newest = snapshot_files.newest_name(self.run.snapshots)
             say(
-                f"\ninterrupted at step {self.state.step}; {kept}: to resume, run the same command "
-                f"with --output-dir {self.run.folder}"
+                f"\ninterrupted at step {self.state.step}; newest snapshot: {newest}; to resume, "
+                f"run the same command with --output-dir {self.run.folder}"
             )
         with suppress(TrainingError):
             run_status.say(run_status.STOPPED)

@@ -292,7 +292,9 @@ def test_ctrl_c_says_from_where_the_run_can_resume(recipe: Recipe) -> None:
     assert result.status == 130
     said = [line for line in result.stderr.splitlines() if line.startswith("interrupted at step")]
     assert len(said) == 1, result.stderr
-    assert re.search(rf"the last snapshot is of step \d+: .*--output-dir {result.folder}", said[0])
+    named = re.search(rf"newest snapshot: (\S+\.pt); .*--output-dir {result.folder}", said[0])
+    assert named, said
+    assert (result.folder / "snapshots" / named[1]).exists()
     assert "Traceback" not in result.stderr
 
 
