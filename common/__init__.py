@@ -7,12 +7,12 @@ Where to change what. Each room and file imports only from those below it; a tes
     unused_options      options without effect on the chosen data, model or device
     run/                one run: between two steps, and in its folder
       micro_batches     the parts of a rank's batch in each step of DDP
-      loop              what happens between two steps: log, save, stop, resume, the best epoch
+      loop              between two steps: --log-every, save, stop, resume, the best epoch
       options           --output-dir, --resume, --keep-snapshots, how long ranks wait: --timeout-s
       parts             the loaders and the model of a run
       begin             logs, determinism, the seed; the first line of a run
       check             --check
-      folder            what a run leaves: config, manifest, metrics, summary, model.pt
+      folder            what a run writes: config, manifest, metrics.jsonl, summary, model.pt
       claim             which folder a run may write into; the names of its files
       finished          whether a finished run's files are whole
       curves            TensorBoard
@@ -20,7 +20,7 @@ Where to change what. Each room and file imports only from those below it; a tes
     training/           what is trained
       models            models by name, weights to begin with, freezing
       optimizer         optimizer, batch size, learning rate, its schedule, --clip-grad-norm
-      ddp               around DistributedDataParallel: accumulation, compression, SyncBatchNorm
+      ddp               around DistributedDataParallel: accumulation, bf16 gradients, SyncBatchNorm
       virtual_ranks     the same bits on any number of processes
       evaluation        metrics over every validation sample once; --best-by; a loss that explodes
       losses            whether each sample has its own loss
@@ -41,7 +41,7 @@ Where to change what. Each room and file imports only from those below it; a tes
       snapshot_files    writing, finding, checking and deleting snapshots; their format
       shards            tensors that are divided between ranks
       fits              whether a saved state is that of a model or an optimizer
-      checked           files that bear their checksum in their names
+      tensor_files      files of tensors only: written, read, refused if they hold other objects
     weights             hash and saving of a state_dict
     identity            options that decide a run's numbers; --resume of another run is refused
     manifest            what a run records of its ranks, seed and determinism
@@ -49,7 +49,7 @@ Where to change what. Each room and file imports only from those below it; a tes
     replicas            do all ranks hold and compute the same bits?
     profile             --profile: torch's profiler over a few steps
     throughput          speed of training and of loading; memory; how busy the GPUs are
-    seeds               randomness, determinism, precision (TF32, bf16, fp16)
+    seeds               random generators and their states, determinism, TF32, bf16, fp16
     trace               a hash of everything that one step computes (reproduce --trace-step)
     kernels             --portable: the same bits on every x86-64 CPU
     fingerprint         small operations that show whether two machines compute the same bits
@@ -58,7 +58,7 @@ Where to change what. Each room and file imports only from those below it; a tes
       rendezvous        how the ranks find each other, or hear why they cannot
       stop              all ranks stop after the same step
       clocks            how far the clocks of two hosts are apart
-      collectives       what ranks tell each other besides gradients
+      collectives       what ranks tell each other besides gradients; errors on which all agree
       devices           which GPU or CPU; gloo or nccl
       host              CPU cores and limits of this process
       interfaces        the network interface that leads to the other ranks
@@ -74,7 +74,7 @@ Where to change what. Each room and file imports only from those below it; a tes
       capacity          how many ranks fit this machine
     watch/              runs that watch themselves
       stragglers        which rank is slow
-      clock             where the time goes: data, computing, waiting for others, saving ...
+      clock             where the time goes, and advice: data, compute, waiting, saving, evaluation
       record            where each rank is while it makes no step
       verdict           which rank hangs, and in which collective
     hints               advice for errors of PyTorch, NCCL and CUDA; options as others spell them
@@ -85,7 +85,7 @@ Where to change what. Each room and file imports only from those below it; a tes
     option_rules        which options may change on a resume, or are new; least values
     output_folder       --output-dir: made, or refused
     reading             JSON and folders that are read, or closed to this user
-    figure              figures
+    figure              plots, as PNG
     writing             a file is written completely or not at all, or an error says why
     owner               one run per folder: who owns it, and whether it is still the run's
     errors              the ways a run ends, their exit statuses; the signals that stop a run

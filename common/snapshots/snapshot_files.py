@@ -19,7 +19,7 @@ from common.group.collectives import agreed, broadcast, gather
 from common.identity import Options, refuse_another_run, refuse_unlike_rank_0
 from common.owner import refuse_lost
 from common.reading import refuse_closed
-from common.snapshots.checked import checksum, load_data_only, save_checked
+from common.snapshots.tensor_files import checksum, load_data_only, save_checked
 
 FORMAT = 6
 
