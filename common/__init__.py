@@ -31,13 +31,13 @@ Where to change what. Each room and file imports only from those below it; a tes
       image_folder      which photos are in a folder; which of them validate; --data-index
       decode            a photo as a tensor: decoded, checked, cut out
       array_file        arrays that all processes map
-      workers           --num-workers: by the cores, by the room in /dev/shm, or measured
+      workers           --num-workers: by the cores, by the room in /dev/shm, measured, or kept
       stream            which samples form which batch, in which order
       broken            what is said of a sample that cannot be read or fits no batch
       batches           batches on the device, copied ahead of time
     downloads           --download of the flower photos and of weights (of other data: datasets)
     snapshots/          the training state on the disk
-      state             what a snapshot holds; how it is loaded again
+      state             what a snapshot holds; how it is loaded, also on more or fewer ranks
       snapshot_files    writing, finding, checking and deleting snapshots; their format
       shards            tensors that are divided between ranks
       fits              whether a saved state is that of a model or an optimizer
@@ -70,7 +70,7 @@ Where to change what. Each room and file imports only from those below it; a tes
       report            which of several failures is shown, with which exit status
       ranks             who am I? The variables of every launcher
       nodes             how Slurm writes its nodes
-      port              where the ranks meet
+      port              the address and port on which rank 0 listens
       capacity          how many ranks fit this machine
     watch/              runs that watch themselves
       stragglers        which rank is slow
@@ -83,7 +83,7 @@ Where to change what. Each room and file imports only from those below it; a tes
     stack               which versions of torch, CUDA and NCCL belong together
     git                 changed files and their diff, without secrets
     option_rules        which options may change on a resume, or are new; least values
-    output_folder       --output-dir: made, or refused
+    output_folder       --output-dir: made, or why it cannot be
     reading             JSON and folders that are read, or closed to this user
     figure              plots, as PNG
     writing             a file is written completely or not at all, or an error says why
