@@ -1,13 +1,12 @@
 """From a command line to a running recipe. Imports no torch, so that a launcher starts at once."""
 
-import contextlib
 import gc
 import os
 import re
 import resource
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
@@ -107,8 +106,12 @@ def run(
                 if ranks.is_main:
                     print("ok: the options fit; data, model and folder were not looked at")
                 return STATUS_FINISHED
-            with _folder_of_check():
-                return run(name, config_class, train, arguments, spawn, processes)
+            with tempfile.TemporaryDirectory() as folder:
+                os.environ["RECIPES_CHECK"] = folder  # tells the ranks, too
+                try:
+                    return run(name, config_class, train, arguments, spawn, processes)
+                finally:
+                    del os.environ["RECIPES_CHECK"]
         if not options.check:
             os.environ.pop("RECIPES_CHECK", None)  # of a check that started this command
         if options.check:
@@ -135,17 +138,6 @@ def run(
             raise refuse_together(error, ranks) from None
 
     return run_rank(body, ranks)
-
-
-@contextlib.contextmanager
-def _folder_of_check() -> Iterator[None]:
-    """A folder for what `--check` writes, named to the ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["RECIPES_CHECK"] = folder
-        try:
-            yield
-        finally:
-            del os.environ["RECIPES_CHECK"]
 
 
 def _launched(name: str) -> str:

@@ -29,7 +29,7 @@ from common.data.decode import verify
 from common.data.image_folder import ImageFiles, class_names, images_and_others, left_out
 from common.data.loaders import make_loader
 from common.data.packed import INDEX
-from common.data.stream import Samples, eval_batch_size, fixed_batches
+from common.data.stream import FixedBatches, Samples, eval_batch_size
 from common.data.workers import choose_num_workers
 from common.errors import InputError, TrainingError
 from common.group.collectives import agreed
@@ -162,7 +162,7 @@ def evaluate_run(given: argparse.Namespace, run: Trained, recipe: Any, ranks: Ra
             parts, own = load_classifier(given, run, ranks, device)
         val, model = parts.val, parts.model
         options = run.options(LoaderOptions, num_workers=given.num_workers)
-        keys = fixed_batches(len(val), eval_batch_size(len(val)), ranks.rank, ranks.world_size)
+        keys = FixedBatches(len(val), eval_batch_size(len(val)), ranks.rank, ranks.world_size)
         workers = choose_num_workers(options, val, max(map(len, keys), default=1), device)
         loader = make_loader(val, keys, num_workers=workers, pin_memory=device.type == "cuda")
         batches = DeviceBatches(loader, device, parts.dtype, parts.mean, parts.std)

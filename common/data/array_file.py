@@ -10,7 +10,7 @@ writes it), length and place in the file; "crc32" is that of all arrays in this 
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, overload
 
@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BEGIN = b"RECIPES1"
-_BLOCK = 2**24
 
 
 class Texts(Sequence[str]):
@@ -61,16 +60,13 @@ class Texts(Sequence[str]):
         begin = int(self.ends[place - 1]) if place else 0
         return self.joined[begin : int(self.ends[place])].tobytes().decode(errors="surrogateescape")
 
-    def __iter__(self) -> Iterator[str]:
-        return (self[index] for index in range(len(self)))
-
 
 def write_arrays(file: IO[bytes], arrays: Mapping[str, NDArray[Any]], more: Any) -> None:
     """Write one-dimensional arrays, and `more` as JSON, into a file that is open."""
     places: dict[str, tuple[str, int, int]] = {}
     crc32 = 0
     for array in arrays.values():
-        crc32 = _crc32(array, crc32)
+        crc32 = zlib.crc32(array.data, crc32)
     end, size = 0, -1
     while end != size:  # the JSON holds the places, and they depend on its length
         size, place = end, _padded(end)
@@ -84,8 +80,7 @@ def write_arrays(file: IO[bytes], arrays: Mapping[str, NDArray[Any]], more: Any)
     file.write(_BEGIN + about + text)
     for name, array in arrays.items():
         file.seek(places[name][2])
-        for start in range(0, len(array), _BLOCK):
-            file.write(np.ascontiguousarray(array[start : start + _BLOCK]).data)
+        file.write(array.data)
     file.truncate(place)
 
 
@@ -118,7 +113,7 @@ def read_arrays(path: Path, *, check: bool) -> tuple[dict[str, NDArray[Any]], An
         dtype = np.dtype(kind)
         arrays[name] = whole[place : place + length * dtype.itemsize].view(dtype)
         if check:
-            crc32 = _crc32(arrays[name], crc32)
+            crc32 = zlib.crc32(arrays[name].data, crc32)
     if check and crc32 != head["crc32"]:
         raise ValueError("its checksum is wrong")
     return arrays, head["more"]
@@ -126,9 +121,3 @@ def read_arrays(path: Path, *, check: bool) -> tuple[dict[str, NDArray[Any]], An
 
 def _padded(place: int) -> int:
     return -(-place // 64) * 64
-
-
-def _crc32(array: NDArray[Any], crc32: int) -> int:
-    for start in range(0, len(array), _BLOCK):
-        crc32 = zlib.crc32(np.ascontiguousarray(array[start : start + _BLOCK]).data, crc32)
-    return crc32

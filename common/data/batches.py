@@ -33,18 +33,14 @@ class DeviceBatches:
         mean: Sequence[float] = (),
         std: Sequence[float] = (),
     ) -> None:
-        self.loader, self.device, self.dtype = loader, device, dtype
+        self.loader: Any = loader
+        self.device, self.dtype = device, dtype
         mean_of, std_of = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (mean, std))
         self.scale, self.shift = 1 / (255 * std_of), mean_of / std_of
         self.on_batch: Callable[[], None] = lambda: None
         """Is called when a batch is ready for use."""
         # One for all epochs, because the memory that a batch leaves is used again on its stream.
         self.copying = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    @property
-    def num_workers(self) -> int:
-        """Loading processes of this rank; 0 if the rank itself loads."""
-        return int(getattr(self.loader, "num_workers", 0))
 
     def prepare(self, batch: Any) -> Any:
         """A batch, or a part of it, or one sample, as the model sees it."""

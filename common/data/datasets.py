@@ -49,7 +49,6 @@ class LoaderOptions:
     the kernel cannot swap out. Turn it off if host memory is short."""
 
     def __post_init__(self) -> None:
-        """Refuse values that mean nothing."""
         if self.num_workers != "auto":
             refuse_below(self, num_workers=0)
 
@@ -89,7 +88,6 @@ class DataOptions(LoaderOptions):
     None: digits 8, fashion_mnist 28, cifar10 and fake 32, imagefolder and packed 224."""
 
     def __post_init__(self) -> None:
-        """Refuse combinations that mean nothing."""
         super().__post_init__()
         if self.data in ("imagefolder", "packed", *_TORCHVISION) and self.data_path is None:
             raise ValueError(f"--data {self.data} needs --data-path DIR")

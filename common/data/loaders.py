@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from common import log
 from common.data.batches import DeviceBatches
 from common.data.datasets import Data, LoaderOptions
-from common.data.stream import GlobalBatches, Key, Samples, eval_batch_size, fixed_batches
+from common.data.stream import FixedBatches, GlobalBatches, Key, Samples, eval_batch_size
 from common.data.workers import choose_num_workers, fastest_num_workers
 from common.errors import STOP_SIGNALS
 
@@ -45,7 +45,7 @@ def rank_loaders(
             /dev/shm is too small for the loading processes that the user asked for.
     """
     batches = GlobalBatches(len(data.train), global_batch_size, seed, *share, shards, data.blocks)
-    held_out = fixed_batches(len(data.val), eval_batch_size(len(data.val)), *share)
+    held_out = FixedBatches(len(data.val), eval_batch_size(len(data.val)), *share)
     if not options.pin_memory and device.type == "cpu":
         log.warning("--no-pin-memory has no effect on a CPU")
     load = partial(make_loader, pin_memory=options.pin_memory and device.type == "cuda")
@@ -64,7 +64,7 @@ def rank_loaders(
 
 def make_loader(
     samples: Samples,
-    batches: GlobalBatches | Sequence[list[Key]],
+    batches: Iterable[list[Key]],
     *,
     num_workers: int = 0,
     pin_memory: bool = False,

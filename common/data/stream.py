@@ -8,7 +8,7 @@ samples at any world size.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -237,17 +237,12 @@ def eval_batch_size(samples: int) -> int:
     return min(256, max(32, samples // 64))
 
 
-def fixed_batches(samples: int, batch_size: int, rank: int, world_size: int) -> Sequence[list[Key]]:
+class FixedBatches:
     """This rank's batches for evaluation: over all ranks, every sample once.
 
     Whole batches are dealt out to the ranks. A batch holds the same samples at any world size, so
-    each sample's result has the same bits.
+    each sample's result has the same bits. As a list they would take 100 bytes per sample.
     """
-    return _FixedBatches(samples, batch_size, rank, world_size)
-
-
-class _FixedBatches(Sequence[list[Key]]):
-    """Made one by one: as one list, they would take 100 bytes per sample."""
 
     def __init__(self, samples: int, batch_size: int, rank: int, world_size: int) -> None:
         self.samples, self.batch_size = samples, batch_size
@@ -256,12 +251,6 @@ class _FixedBatches(Sequence[list[Key]]):
     def __len__(self) -> int:
         return len(self.starts)
 
-    @overload
-    def __getitem__(self, index: int) -> list[Key]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[list[Key]]: ...
-    def __getitem__(self, index: int | slice) -> list[Key] | list[list[Key]]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(len(self))[index]]
-        start = self.starts[index]
-        return [(0, i) for i in range(start, min(start + self.batch_size, self.samples))]
+    def __iter__(self) -> Iterator[list[Key]]:
+        for start in self.starts:
+            yield [(0, i) for i in range(start, min(start + self.batch_size, self.samples))]

@@ -58,7 +58,6 @@ class Ranks:
     """Rank 0's listening socket, if the launcher has bound it."""
 
     def __post_init__(self) -> None:
-        """Raise InputError for a rank outside its world."""
         for name, value, size in (
             ("rank", self.rank, self.world_size),
             ("local rank", self.local_rank, self.local_world_size),

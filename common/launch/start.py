@@ -73,7 +73,6 @@ class LaunchOptions:
     hosts: the options only."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be started."""
         refuse_below(self, nproc=1, restarts=0)
         if not 0 <= self.node_rank < self.nnodes:
             raise ValueError(f"--node-rank {self.node_rank} must lie in 0..{self.nnodes - 1}")

@@ -12,9 +12,6 @@ from typing import Any
 
 from common.watch.clock import STEP
 
-AGAIN, BETWEEN = "again", "between"
-"""Steps that were lost and are done again; the time until the next start."""
-
 
 def last_sign(folder: Path) -> float:
     """When a run's metrics changed for the last time [s, Unix]; 0 if there are none.
@@ -41,10 +38,9 @@ class History:
         """Begin after the starts that a snapshot tells of."""
         self._first, self._spent_s = float(before["first"]), dict(before["spent_s"])
         ended = min(max(self._signs, before["until"]), self._began)
-        for kind, more_s in {
-            AGAIN: ended - before["until"],
-            BETWEEN: self._began - ended,
-        }.items():
+        # Steps that were lost are done again; between: the time until this start.
+        lost = {"again": ended - before["until"], "between": self._began - ended}
+        for kind, more_s in lost.items():
             self._spent_s[kind] = self._spent_s.get(kind, 0.0) + max(0.0, more_s)
 
     def until_now(self, spent_s: Mapping[str, float]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ resume depends, is here in one place.
 import math
 import os
 import signal
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from statistics import fmean
@@ -37,11 +38,7 @@ from common.terminal import progress_bar
 from common.throughput import GPU_FIGURES, Throughput, gpu_use, peak_memory_bytes
 from common.trace import StepTrace
 from common.training.evaluation import Evaluation, best_metric, explosion, warn_of_unknown_metric
-from common.training.losses import (
-    refuse_other_losses,
-    refuse_targets_of_another_shape,
-    warn_of_means,
-)
+from common.training.losses import refuse_other_losses, warn_of_means
 from common.training.optimizer import ScheduleOptions
 from common.watch.clock import KINDS, advice, by_kind, shares
 from common.watch.stragglers import ComputeTime
@@ -86,7 +83,8 @@ class Loop:
         if check_replicas and run.ranks.world_size == 1:
             log.warning("--check-replicas has nothing to compare: there is one rank")
         warn_of_unknown_metric(run.options.best_by, len(data.class_names))
-        refuse_targets_of_another_shape()
+        # Torch only warns: a loss of (samples, 1) and (samples,) compares all pairs.
+        warnings.filterwarnings("error", message="Using a target size")
 
     def resume(self, **parts: Stateful) -> bool:
         """Load the newest snapshot if there is one, and open the run's files.
@@ -111,11 +109,8 @@ class Loop:
             return False
         seed_everything(seed, run.ranks.rank)  # from here on each rank draws its own dropout
         if found:
-            state.resume(found, seed)
-            per_epoch, last_step = self.batches.steps_per_epoch, self.last_step
-            state.refuse_other_position(
-                found["file"], steps_per_epoch=per_epoch, last_step=last_step
-            )
+            per_epoch = self.batches.steps_per_epoch
+            state.resume(found, seed, steps_per_epoch=per_epoch, last_step=self.last_step)
             log.info(f"resuming after step {state.step}")
             if state.history:
                 run.history.go_on(state.history)

@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from common.data.stream import shards_of
 from common.errors import InputError
 from common.replicas import audit
 from common.run.loop import Loop
-from common.training.ddp import ParallelOptions, micro_batches, set_comm_hook, warm_up
+from common.training.ddp import ParallelOptions, average_in_bf16, micro_batches, warm_up
 from common.training.virtual_ranks import seed_shards, use_virtual_ranks
 
 
@@ -36,7 +37,6 @@ class MicroBatches:
         """
         self.ddp, self.options, self.loop, self.autocast = ddp, options, loop, autocast
         self.size = options.micro_batch_size(loop.batches.batch_size_per_rank)
-        set_comm_hook(ddp, options)
         if options.virtual_ranks:
             size, shards = loop.batches.global_batch_size, options.virtual_ranks
             use_virtual_ranks(ddp, options.virtual_ranks, loop.run.options.timeout_s, options.audit)
@@ -46,6 +46,10 @@ class MicroBatches:
                     f"--virtual-ranks {shards} on {loop.run.ranks.world_size} processes needs "
                     "make_loaders(..., shards=config.parallel.virtual_ranks)"
                 )
+        elif options.gradient_compression == "bf16":
+            ddp.register_comm_hook(None, average_in_bf16)
+        elif loop.run.ranks.world_size == 1:  # which has nothing to average
+            ddp.register_comm_hook(None, noop_hook)
 
     def warm_up(self, sample: Any) -> None:
         """Train mode, and DDP's buckets made final: why, `common.training.ddp.warm_up` says."""

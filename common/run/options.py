@@ -68,7 +68,6 @@ class RunOptions:
         return {name: getattr(self, name) for name in names}
 
     def __post_init__(self) -> None:
-        """Refuse values that mean nothing."""
         refuse_below(self, snapshot_every=0, keep_snapshots=1, log_every=1, profile=0, seed=0)
         refuse_below(self, cpu_threads=1, timeout_s=1)
         if self.cpu_threads > 1024:

@@ -44,7 +44,7 @@ def make_loaders(
     seed, folder = run.options.seed, run.folder
     loaders = rank_loaders(data, options, batch_size, seed, share, device, dtype, folder, shards)
     loaders[1].on_batch = run.clock.end_load
-    run.resolve(num_workers=loaders[1].num_workers)
+    run.resolve(num_workers=loaders[1].loader.num_workers)
     return loaders
 
 

@@ -128,8 +128,13 @@ def find(
         found = broadcast(found)
         if not found or not (fault := _first_fault(found["shards"])):
             break
+        path = Path(found["file"])
         with agreed():
-            _set_aside(Path(found["file"]), folder, fault, unsound)
+            if path.parent != folder:  # given by --resume
+                raise UnsoundError(f"{fault}: {path} cannot be used")
+            if dist.get_rank() == 0:
+                log.warning(f"{fault}; trying the snapshot before")
+                unsound[path] = fault
     with agreed():
         if dist.get_rank() == 0 and not only_look:
             _tidy(folder, unsound)
@@ -145,15 +150,6 @@ def _first_fault(shards: list[str]) -> str:
         elif checksum(shard) != shard.suffixes[-2][1:]:
             fault = f"shard {shard} is torn or altered: its checksum is another"
     return next(filter(None, gather(fault)), "") if shards else ""
-
-
-def _set_aside(path: Path, folder: Path, fault: str, unsound: dict[Path, str]) -> None:
-    """Add a snapshot of this run whose shards cannot be used; raise if it is of another."""
-    if path.parent != folder:
-        raise UnsoundError(f"{fault}: {path} cannot be used")
-    if dist.get_rank() == 0:
-        log.warning(f"{fault}; trying the snapshot before")
-        unsound[path] = fault
 
 
 def _tidy(folder: Path, unsound: Iterable[Path]) -> None:

@@ -142,14 +142,17 @@ class TrainingState:
         self.epoch, self.batch = self.epoch + 1, 0
         self.loss_sum.zero_()
 
-    def resume(self, found: dict[str, Any], seed: int) -> None:
+    def resume(
+        self, found: dict[str, Any], seed: int, *, steps_per_epoch: int, last_step: int
+    ) -> None:
         """Load a snapshot's state; every rank calls this.
 
         On another number of ranks the model, the optimizer, the position and the order of samples
         are still exact, but each rank's random generators start from (seed, rank, step).
 
         Raises:
-            InputError: the snapshot does not hold this run's state.
+            InputError: the snapshot does not hold this run's state: epoch, batch and step
+                contradict each other or the data, or are after the run's `last_step`.
         """
         with agreed():
             try:
@@ -159,22 +162,13 @@ class TrainingState:
             except Exception as error:  # whatever other content makes torch or Python raise
                 what = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 raise InputError(unlike(found["file"], what)) from error
-
-    def refuse_other_position(self, file: str, *, steps_per_epoch: int, last_step: int) -> None:
-        """Refuse a state, just loaded from `file`, that is at no step of this run. A collective.
-
-        Raises:
-            InputError: epoch, batch and step contradict each other or the data, or are after the
-                run's `last_step`.
-        """
-        with agreed():
             done = self.epoch * steps_per_epoch + self.batch
             if self.step != done or self.batch > steps_per_epoch:
                 place = f"step {self.step} is not after {self.batch} batches of epoch {self.epoch}"
-                raise InputError(unlike(file, place))
+                raise InputError(unlike(found["file"], place))
             if self.step > last_step:
                 raise InputError(
-                    f"snapshot {file} is of step {self.step}, after this run's last step "
+                    f"snapshot {found['file']} is of step {self.step}, after this run's last step "
                     f"{last_step}: give a larger --max-steps, or another --output-dir"
                 )
 

@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
@@ -47,7 +46,6 @@ class ParallelOptions:
     All ranks compute one rank's gradients again and compare them. It takes about one step."""
 
     def __post_init__(self) -> None:
-        """Refuse values and combinations that cannot work."""
         shards = self.virtual_ranks
         refuse_below(self, virtual_ranks=0, accumulate=1, check_replicas=0, audit=0)
         if self.audit and not shards:
@@ -107,14 +105,6 @@ class ParallelOptions:
                 "samples per rank would do"
             )
         return batch_size_per_rank // self.accumulate
-
-
-def set_comm_hook(ddp: DistributedDataParallel, options: ParallelOptions) -> None:
-    """Replace DDP's own all-reduce where the options or a single rank ask for it."""
-    if options.gradient_compression == "bf16":
-        ddp.register_comm_hook(None, average_in_bf16)
-    elif dist.get_world_size() == 1 and not options.virtual_ranks:  # which have their own hook
-        ddp.register_comm_hook(None, noop_hook)  # one rank has nothing to average
 
 
 def chunks(batch: Any, count: int) -> list[Any]:

@@ -83,7 +83,7 @@ def evaluate(
     group: dist.ProcessGroup | None = None,
     score: Callable[[nn.Module, Any], Scores] = score_classes,
 ) -> Evaluation:
-    """Evaluate `model` on the batches that `common.data.stream.fixed_batches` gave to each rank.
+    """Evaluate `model` on the batches that `common.data.stream.FixedBatches` gave to each rank.
 
     If a signal asks the run to stop, all ranks leave after the same batch: the loop has saved its
     state before, and a run that resumes evaluates again.

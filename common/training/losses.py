@@ -1,18 +1,11 @@
 """Does each sample have its own loss? Shapes show most of what is wrong in silence."""
 
-import warnings
-
 from torch import Tensor
 
 from common import log
 from common.errors import TrainingError
 
 _PAGE = "docs/bring-your-own.md, The loss"
-
-
-def refuse_targets_of_another_shape() -> None:
-    """Make torch's warning an error: a loss of (samples, 1) and (samples,) compares all pairs."""
-    warnings.filterwarnings("error", message="Using a target size")
 
 
 def refuse_other_losses(losses: Tensor, batch_size: int, *, even: bool = True) -> None:

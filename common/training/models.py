@@ -52,7 +52,6 @@ class ModelOptions:
     It needs a C++ compiler, and up to a minute at the start. Evaluation is not compiled."""
 
     def __post_init__(self) -> None:
-        """Refuse values and combinations that cannot work."""
         if not 0 <= self.dropout < 1:
             raise ValueError(f"--dropout must be at least 0 and below 1, got {self.dropout}")
         if self.dropout and self.model != "convnet":
@@ -180,8 +179,9 @@ def prepare_model(
             log.info(f"{options.weights}: {len(loaded)} entries loaded, left out: {names}")
         elif options.freeze_layers:
             log.warning("--freeze-layers without --weights: all layers but the last stay random")
-        if options.freeze_layers:
-            freeze_all_but_last(model)
+        if options.freeze_layers:  # `set_train_mode` freezes their statistics
+            model.requires_grad_(False)
+            model.fc.requires_grad_(True)
         if options.channels_last:  # the activations follow the weights
             model.to(memory_format=torch.channels_last)
         if options.compile and not shutil.which(os.environ.get("CXX", "g++")):
@@ -260,12 +260,6 @@ def _fits(value: Tensor, own: Tensor) -> bool:
     if value.is_complex():
         return own.is_complex() and bool(value.isfinite().all())
     return bool(value.double().isfinite().all())
-
-
-def freeze_all_but_last(model: nn.Module) -> None:
-    """Freeze the parameters of all layers but `model.fc`; `set_train_mode` freezes statistics."""
-    model.requires_grad_(False)
-    model.fc.requires_grad_(True)
 
 
 def set_train_mode(model: nn.Module) -> None:

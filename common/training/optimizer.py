@@ -54,7 +54,6 @@ class ScheduleOptions:
     """Global batch size if no option gives one [samples]."""
 
     def __post_init__(self) -> None:
-        """Refuse values and combinations that cannot work."""
         if self.global_batch_size is not None and self.batch_size_per_rank is not None:
             raise ValueError("give --global-batch-size or --batch-size-per-rank, not both")
         refuse_below(self, epochs=1, max_steps=1, global_batch_size=1, batch_size_per_rank=1)
@@ -133,8 +132,10 @@ class ScheduleOptions:
         Raises:
             InputError: linear scaling of a batch of 5,000 or more, without warm-up.
         """
+        parts = world_size * micro_batches
+        near_default = max(1, round(self._default_batch(samples) / parts)) * parts
         size = (self.batch_size_per_rank or 0) * world_size or self.global_batch_size
-        size = size or _near(self._default_batch(samples), world_size * micro_batches)
+        size = size or near_default
         if self.scale_lr and not self.warmup_epochs:
             if size >= 5000:
                 raise InputError(f"--scale-lr for a global batch of {size} needs --warmup-epochs")
@@ -192,18 +193,12 @@ class OptimizerOptions(ScheduleOptions):
     default_batch_size: ClassVar[int] = 96
 
     def __post_init__(self) -> None:
-        """Refuse values and combinations that cannot work."""
         super().__post_init__()
         refuse_below(self, momentum=0, weight_decay=0)
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise ValueError(f"--clip-grad-norm must be positive, got {self.clip_grad_norm}")
         if self.optimizer == "adamw" and self.momentum >= 1:
             raise ValueError(f"--momentum must be below 1 for adamw, got {self.momentum}")
-
-
-def _near(size: int, parts: int) -> int:
-    """The multiple of `parts` that is nearest to `size`, at least `parts`."""
-    return max(1, round(size / parts)) * parts
 
 
 def make_optimizer(

@@ -198,11 +198,7 @@ class Tree:
 
 
 class UnevenTree(Tree):
-    """The same sum where world_size does not divide V.
-
-    At each level, the two ranks with the first shards of two neighbouring subtrees add their sums,
-    and the left one keeps the result. In the end rank 0 sends the whole sum to all.
-    """
+    """The same sum where world_size does not divide V; of two ranks, the left one keeps it."""
 
     def _connect(self, timeout: timedelta) -> int:
         owners = [rank for rank in range(self.world_size) for _ in self.shards_of(rank)]

@@ -71,7 +71,6 @@ class CheckOptions:
     """Time after which a rank gives up waiting for the other ranks [s]."""
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
         for name in ("largest", "rounds", "max_skew_s", "timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be more than 0")

@@ -35,7 +35,7 @@ import torch
 from common import cli, log
 from common.data.batches import DeviceBatches
 from common.data.loaders import make_loader
-from common.data.stream import GlobalBatches, fixed_batches
+from common.data.stream import FixedBatches, GlobalBatches
 from common.group.process_group import process_group
 from common.launch.ranks import Ranks
 from common.option_rules import may_change, refuse_below
@@ -79,7 +79,6 @@ class Config:
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
 
     def __post_init__(self) -> None:
-        """Refuse values and combinations that cannot work."""
         segments, budget = self.checkpoint.segments, self.checkpoint.memory_budget
         least = {**dict.fromkeys(asdict(self.sequence), 1), "length": 4, "input_size": 2}
         refuse_below(self.sequence, **least)
@@ -113,7 +112,7 @@ def train(config: Config, ranks: Ranks) -> None:
         data = make_data(config.sequence, seed)
         options, batch_size = options.fit(len(data.train), 1)
         batches = GlobalBatches(len(data.train), batch_size, seed, 0, 1)
-        held_out = fixed_batches(len(data.val), batch_size, 0, 1)
+        held_out = FixedBatches(len(data.val), batch_size, 0, 1)
         loader = DeviceBatches(make_loader(data.train, batches), device, dtype)
         loader.on_batch = run.clock.end_load  # what came before it was waiting for data
         val_loader = DeviceBatches(make_loader(data.val, held_out), device, dtype)

@@ -72,7 +72,6 @@ class Config:
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
     def __post_init__(self) -> None:
-        """Refuse a precision that the update does not have."""
         if self.run.precision in ("bf16", "fp16"):
             raise ValueError("dp_scratch computes in --precision fp32 or fp64")
 

@@ -30,7 +30,6 @@ class TransformerOptions:
     """Use the embedding as the last layer, too."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes that cannot work."""
         refuse_below(self, layers=1, width=1, heads=1)
         if self.width % (2 * self.heads):
             raise ValueError(f"--width {self.width} is not a multiple of 2 x --heads {self.heads}")

@@ -59,7 +59,6 @@ class ParallelOptions:
     """Only say how many bytes each rank would hold, here and on 8, 64 and 512 ranks."""
 
     def __post_init__(self) -> None:
-        """Refuse values that mean nothing."""
         refuse_below(self, shard=0, replicas=1, tensor_parallel=1)
 
     def sizes(self, world_size: int) -> tuple[int, int, int]:

@@ -41,7 +41,6 @@ class TextOptions(LoaderOptions):
     """Length of a sample [bytes]."""
 
     def __post_init__(self) -> None:
-        """Refuse combinations that mean nothing."""
         super().__post_init__()
         if (self.data == "text") != (self.data_path is not None):
             raise ValueError("--data text and --data-path FILE_OR_FOLDER belong together")

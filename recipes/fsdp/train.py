@@ -82,7 +82,6 @@ class AdamWOptions(ScheduleOptions):
     default_batch_size: ClassVar[int] = 32
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
         super().__post_init__()
         refuse_below(self, weight_decay=0)
         if not self.clip_grad_norm > 0:
@@ -102,7 +101,6 @@ class Config:
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
     def __post_init__(self) -> None:
-        """Refuse combinations that cannot work."""
         if self.model.heads % self.parallel.tensor_parallel:
             raise ValueError(
                 f"--tensor-parallel {self.parallel.tensor_parallel} does not divide --heads "

@@ -58,7 +58,6 @@ class ParallelOptions:
     """Record the last step in timeline.json and timeline.png (gpipe and 1f1b)."""
 
     def __post_init__(self) -> None:
-        """Refuse values and combinations that cannot work."""
         refuse_below(self, stages=1, data_parallel=1, micro_batches=1)
         if self.order == "split" and self.micro_batch_count > 1:
             raise ValueError("--schedule split has no micro-batches: give --schedule micro")

@@ -69,7 +69,6 @@ class Config:
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
     def __post_init__(self) -> None:
-        """Refuse combinations that cannot work."""
         if self.run.precision in ("bf16", "fp16"):
             raise ValueError(f"{NAME} computes in --precision fp32 or fp64")
         if self.model.model == "toy" and self.data != DataOptions():

@@ -76,7 +76,6 @@ class TuneOptions:
     """Seed of the order of samples and of the augmentation."""
 
     def __post_init__(self) -> None:
-        """Refuse values that mean nothing."""
         refuse_below(self, seed=0, max_workers=0, global_batch_size=1, samples=1, rounds=1)
 
 
@@ -88,7 +87,6 @@ class Config:
     data: DataOptions = field(default_factory=DataOptions)
 
     def __post_init__(self) -> None:
-        """Refuse what is measured here."""
         if self.data.num_workers is not None or not self.data.pin_memory:
             raise ValueError(
                 "tune_loader measures --num-workers and --pin-memory: leave them out, and limit "

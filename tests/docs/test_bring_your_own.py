@@ -35,7 +35,7 @@ from common import cli, git, log
 from common.data.batches import DeviceBatches
 from common.data.datasets import ArraySamples, Data, LoaderOptions
 from common.data.loaders import make_loader, rank_loaders
-from common.data.stream import Samples, fixed_batches
+from common.data.stream import FixedBatches, Samples
 from common.errors import InputError, SampleError, TrainingError
 from common.git import without_secrets
 from common.hints import hint
@@ -557,7 +557,7 @@ def test_complex_numbers_of_a_model_stay_complex(
     def again(ranks: Ranks) -> float:
         parts = load_own(recipe, read(tmp_path, own=True), None, ranks, CPU)
         batches = DeviceBatches(
-            make_loader(parts.val, fixed_batches(len(parts.val), 32, 0, 1)), CPU, parts.dtype
+            make_loader(parts.val, FixedBatches(len(parts.val), 32, 0, 1)), CPU, parts.dtype
         )
         return evaluate(parts.model, batches, len(parts.val)).means["loss"]
 

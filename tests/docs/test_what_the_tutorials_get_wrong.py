@@ -25,7 +25,7 @@ from torchvision.models import ResNet34_Weights
 
 from common import cli, downloads
 from common.data.loaders import Loader, loader_options
-from common.data.stream import GlobalBatches, fixed_batches
+from common.data.stream import FixedBatches, GlobalBatches
 from common.group.devices import choose_device
 from common.launch.ranks import Ranks, resolve
 from common.training.evaluation import evaluate
@@ -64,10 +64,10 @@ def test_a_padded_sampler_counts_a_sample_twice_and_ours_counts_each_once() -> N
         list(DistributedSampler(range(11), 2, rank, shuffle=False))  # type: ignore[arg-type]
         for rank in (0, 1)
     ]
-    ours = [[[i for _, i in keys] for keys in fixed_batches(11, 2, rank, 2)] for rank in (0, 1)]
+    ours = [[[i for _, i in keys] for keys in FixedBatches(11, 2, rank, 2)] for rank in (0, 1)]
     for name, shares in (
         ("DistributedSampler", padded),
-        ("fixed_batches", [list(chain(*batches)) for batches in ours]),
+        ("FixedBatches", [list(chain(*batches)) for batches in ours]),
     ):
         for rank, share in enumerate(shares):
             row = f"{name:<20} rank {rank}: {' '.join(map(str, share))}"

@@ -18,7 +18,7 @@ from torch.utils.data import DistributedSampler
 
 from common.data import loaders
 from common.data.loaders import Loader, loader_options, make_loader
-from common.data.stream import Blocks, GlobalBatches, Samples, eval_batch_size, fixed_batches
+from common.data.stream import Blocks, FixedBatches, GlobalBatches, Samples, eval_batch_size
 from common.errors import InputError
 from recipes.tune_loader.streams import ItemStream, make_item_loader, make_stream_loader
 
@@ -165,16 +165,16 @@ def test_a_source_without_index_and_length_gives_the_same_batches_to_any_ranks_a
 
 @given(st.integers(1, 2000), worlds)
 def test_evaluation_sees_every_sample_once_in_the_same_batches(count: int, world: int) -> None:
-    dealt = [fixed_batches(count, 64, rank, world) for rank in range(world)]
+    dealt = [FixedBatches(count, 64, rank, world) for rank in range(world)]
     everything = [keys for share in dealt for keys in share]
     assert sorted(chain(*everything)) == [(0, index) for index in range(count)]
-    assert sorted(everything) == list(fixed_batches(count, 64, 0, 1))
+    assert sorted(everything) == list(FixedBatches(count, 64, 0, 1))
 
 
 @pytest.mark.parametrize(("count", "world"), [(200, 2), (360, 2), (731, 8), (50_000, 8)])
 def test_evaluation_keeps_every_rank_busy(count: int, world: int) -> None:
     size = eval_batch_size(count)
-    shares = [sum(map(len, fixed_batches(count, size, rank, world))) for rank in range(world)]
+    shares = [sum(map(len, FixedBatches(count, size, rank, world))) for rank in range(world)]
     assert max(shares) <= 1.1 * count / world, "731 is what flower_photos keeps for validation"
 
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.data.datasets import DataOptions, load_data
 from common.data.loaders import rank_loaders
-from common.data.stream import GlobalBatches, fixed_batches
+from common.data.stream import FixedBatches, GlobalBatches
 from common.errors import InputError, PeerError, TrainingError
 from common.group.collectives import agreed
 from common.group.process_group import _refuse_unlike_devices
@@ -153,7 +153,7 @@ def losses_of_few_batches(ranks: Ranks) -> list[float]:
     for count in (6, 7, 11):
         for draw in range(20):
             logits = torch.randn(count, 10, generator=torch.Generator().manual_seed(draw))
-            mine = fixed_batches(count, 1, ranks.rank, ranks.world_size)
+            mine = FixedBatches(count, 1, ranks.rank, ranks.world_size)
             batches = [(logits[[i]], torch.tensor([i % 10])) for ((_, i),) in mine]
             losses.append(evaluate(nn.Identity(), batches, count).means["loss"])
     return losses
