@@ -21,7 +21,7 @@ from common.group.process_group import process_group
 from common.launch.process import keep_freed_memory
 from common.launch.ranks import Ranks
 from recipes.tune_loader.compare import write_photos
-from tools.comparison import in_turn, spread
+from tools.comparison import in_turn, ratios, spread
 from tools.fresh import run_fresh
 
 PHOTOS, BATCH_SIZE, WORKERS, EPOCHS = 480, 32, 2, 3
@@ -92,11 +92,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
         [
             VARIANTS[name],
             f"{statistics.median(found):,.0f}",
-            "1"
-            if name == "classic"
-            else spread(
-                [own / classic for own, classic in zip(found, runs["classic"], strict=True)]
-            ),
+            "1" if name == "classic" else spread(ratios(found, runs["classic"])),
         ]
         for name, found in runs.items()
     ]

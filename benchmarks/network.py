@@ -24,7 +24,7 @@ from common.terminal import progress_bar
 from common.training.ddp import average_in_bf16
 from common.training.models import ModelOptions, build_model
 from tests.helpers.hosts import ADDRESSES, limit, two_hosts
-from tools.comparison import run_recipe, spread
+from tools.comparison import ratios, run_recipe, spread
 
 
 def one_number(
@@ -142,11 +142,6 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
     }
 
 
-def ratios(run: dict[str, list[float]], way: str, other: str) -> str:
-    """Samples/s relative to another way in the same round: median (least to most)."""
-    return spread([one / theirs for one, theirs in zip(run[way], run[other], strict=True)])
-
-
 def alone(way: str) -> str:
     """The way without communication that `way` is compared with."""
     return ALONE if WAYS[way].accumulate == 1 else ALONE_2
@@ -160,8 +155,8 @@ def measured(runs: dict[str, Any], rounds: int) -> dict[str, Any]:
             link,
             way,
             f"{statistics.median(run[way]):,.0f}",
-            "1" if way == DEFAULT else ratios(run, way, DEFAULT),
-            "1" if way == alone(way) else ratios(run, way, alone(way)),
+            "1" if way == DEFAULT else spread(ratios(run[way], run[DEFAULT])),
+            "1" if way == alone(way) else spread(ratios(run[way], run[alone(way)])),
         ]
         for name, links in runs.items()
         for link, run in links.items()
@@ -201,7 +196,7 @@ def on_page(result: dict[str, Any]) -> list[dict[str, Any]]:
     for name, links in result["runs"].items():
         for link, run in links.items():
             speed, rounds = f"{statistics.median(run[DEFAULT]):,.0f}", len(run[DEFAULT])
-            cells = [ratios(run, way, DEFAULT) if way in run else "" for way in shown]
+            cells = [spread(ratios(run[way], run[DEFAULT])) if way in run else "" for way in shown]
             rows.append([f"{name.split(',')[0]}, {link}", speed, *cells])
     speeds = {
         "title": f"Two hosts with one process each ({CONVNET}; {RESNET}), every way in turn: "
@@ -233,7 +228,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             predicted = [alone_s / step_s(alone_s, alpha_s, sent, bits) for bits in reach]
             axes.plot(reach, predicted, f"C{number}--")
             for link, run in links.items():
-                shares = [own / one for own, one in zip(run[way], run[alone(way)], strict=True)]
+                shares = ratios(run[way], run[alone(way)])
                 place = [LINKS[link] or reach[-1]] * len(shares)
                 label = None if LINKS[link] else way.replace("`", "")
                 axes.plot(place, shares, f"C{number}o", alpha=0.5, label=label)

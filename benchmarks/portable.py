@@ -16,7 +16,7 @@ from torch.nn.functional import conv2d
 from common.figure import save_figure
 from common.run.options import RunOptions
 from common.seeds import set_determinism
-from tools.comparison import in_turn, run_recipe, spread
+from tools.comparison import in_turn, ratios, run_recipe, spread
 from tools.fresh import run_fresh
 
 RECIPES = {
@@ -88,11 +88,10 @@ def table(speeds: dict[str, Any], rounds: int) -> dict[str, Any]:
     rows = []
     for what, ways in speeds.items():
         ours, best = (ways[way] for way in WAYS)
-        ratios = [a / b for a, b in zip(ours, best, strict=True)]
         options = f" `{RECIPES[what]}`" if RECIPES.get(what) else ""
         unit = "samples/s" if what in RECIPES else "calls/s"
         medians = [f"{statistics.median(each):,.0f} {unit}" for each in (ours, best)]
-        rows.append([what + options, *medians, spread(ratios)])
+        rows.append([what + options, *medians, spread(ratios(ours, best))])
     return {
         "title": f"Default runs and single operations with portable kernels and with the CPU's "
         f"best, in turn: medians of {rounds} rounds; ratio of the same round (least to most).",

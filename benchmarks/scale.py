@@ -43,7 +43,7 @@ from common.launch.ranks import Ranks
 from common.terminal import progress_bar
 from recipes.tune_loader.compare import write_photos
 from tools import pack
-from tools.comparison import in_turn, spread
+from tools.comparison import in_turn, ratios, spread
 from tools.fresh import fresh_environment, run_fresh
 
 COUNTS = (10**4, 10**5, 10**6)
@@ -430,9 +430,7 @@ def tables(result: dict[str, Any]) -> list[dict[str, Any]]:
             [
                 READERS[reader],
                 *(
-                    spread(
-                        [own / base for own, base in zip(runs[reader], runs["folder"], strict=True)]
-                    )
+                    spread(ratios(runs[reader], runs["folder"]))
                     for runs in result["reading"].values()
                 ),
             ]

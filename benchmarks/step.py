@@ -13,7 +13,7 @@ from common.figure import save_figure
 from common.reading import read_metrics
 from common.terminal import progress_bar
 from common.training.models import ModelOptions
-from tools.comparison import spread
+from tools.comparison import ratios, spread
 
 DEFAULT = "the default (fp32)"
 WAYS = {
@@ -81,7 +81,7 @@ def table(runs: dict[str, Any], whole: dict[str, Any], rounds: int) -> dict[str,
     for model, run in runs.items():
         samples = 2 * CASES[model].samples_a_rank
         for name, speeds in run.items():
-            faster = [own / usual for own, usual in zip(speeds, run[DEFAULT], strict=True)]
+            faster = ratios(speeds, run[DEFAULT])
             seen, losses = whole[model][name], whole[model][name]["losses"]
             rows.append(
                 [
@@ -119,7 +119,7 @@ def on_page(result: dict[str, Any]) -> list[dict[str, Any]]:
         for model, run in result["runs"].items():
             usual, rounds = run[DEFAULT], len(run[DEFAULT])
             step_ms = 1000 * 2 * CASES[model].samples_a_rank / statistics.median(usual)
-            faster = [own / one for own, one in zip(run[name], usual, strict=True)]
+            faster = ratios(run[name], usual)
             cells.append(f"1 ({step_ms:.1f} ms per step)" if name == DEFAULT else spread(faster))
         start_up = [f"{result['whole'][model][name]['start_up_s']:.1f}" for model in CASES]
         rows.append([name, *cells, ", ".join(start_up)])

@@ -108,14 +108,8 @@ class Train:
         environment = submitit.JobEnvironment()
         if environment.cluster != "slurm":
             return False
-        return (
-            "RUNNING"
-            in subprocess.run(
-                ["squeue", "--noheader", "--job", environment.job_id, "--format", "%T"],
-                capture_output=True,
-                text=True,
-            ).stdout
-        )
+        squeue = ["squeue", "--noheader", "--job", environment.job_id, "--format", "%T"]
+        return "RUNNING" in subprocess.run(squeue, capture_output=True, text=True).stdout
 
 
 @dataclass(frozen=True)
@@ -374,12 +368,12 @@ def main() -> int:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return STATUS_BAD_INPUT
-    for job in jobs:
-        print(
-            f"job {job.job_id}\n  results  {folder_of(job)}\n  log      {job.paths.stdout}",
-            flush=True,
-        )
     try:
+        for job in jobs:
+            print(
+                f"job {job.job_id}\n  results  {folder_of(job)}\n  log      {job.paths.stdout}",
+                flush=True,
+            )
         return max(map(follow, jobs), default=0) if command.follow or command.local else 0
     except KeyboardInterrupt:
         for job in jobs:

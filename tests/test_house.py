@@ -8,7 +8,6 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 import common
 from common import launch
@@ -203,9 +202,3 @@ def test_ddp_launch_and_ddp_spawn_differ_only_in_who_starts_the_ranks() -> None:
     )
     assert spawned.keys() - launched.keys() == {"worker", "spawn"}
     assert {name for name in launched if launched[name] != spawned.get(name)} == {"main"}
-
-
-def test_no_drawn_example_fails_because_it_is_slow() -> None:
-    assert settings.default is not None
-    assert settings.default.deadline is None
-    assert HealthCheck.too_slow in settings.default.suppress_health_check

@@ -55,6 +55,11 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     return f"{middle} ({least} to {most})"
 
 
+def ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Of the two numbers of each round."""
+    return [one / other for one, other in zip(ones, others, strict=True)]
+
+
 def median(runs: Sequence[Mapping[str, Any]], key: str) -> float:
     """Median of `key` over the rounds of one variant."""
     return float(statistics.median(run[key] for run in runs))

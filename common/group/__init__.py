@@ -1,4 +1,1 @@
-"""The process group: devices and cores, rendezvous of the ranks, and what they tell each other.
-
-Nothing here knows what is trained. Gradients are averaged in `training`.
-"""
+"""The ranks together. Nothing here knows what is trained: `training` averages gradients."""

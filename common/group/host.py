@@ -2,8 +2,8 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
+
+from common.launch.capacity import of_cgroups
 
 
 def usable_cores() -> int:
@@ -13,12 +13,6 @@ def usable_cores() -> int:
 
 def cpu_quotas() -> Iterator[float]:
     """CPU time that each control group (version 2) of this process allows [cores]."""
-    name = "cpu.max"
-    with suppress(OSError):
-        own = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].strip("/")
-        group = Path("/sys/fs/cgroup") / own
-        for path in (group, *group.parents):
-            if (path / name).is_file():
-                quota, period = (path / name).read_text().split()
-                if quota != "max":
-                    yield int(quota) / int(period)
+    for text in of_cgroups("cpu", "cpu.max", "cpu.max"):  # version 1 has no such file
+        quota, period = text.split()
+        yield int(quota) / int(period)

@@ -1,7 +1,5 @@
 """Which rank is this process, who starts the ranks, and how do they end?
 
-Finds the ranks in any launcher's environment (`ranks`), starts ranks on this machine (`start`) if
-they fit (`capacity`), is a rank (`process`), and reports failures as one `error:` line (`report`).
 Importing this room imports no torch: a launcher starts at once, and bad usage is refused before
 torch is loaded.
 

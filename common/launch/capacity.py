@@ -106,7 +106,7 @@ def _tasks() -> Iterator[tuple[int, str]]:
         for name in ("pid_max", "threads-max")
         if (text := _read(_PROC / "sys" / "kernel" / name))
     ]
-    found += [(limit, "its control group") for limit in _of_cgroups("pids", "pids.max", "pids.max")]
+    found += [(int(n), "its control group") for n in of_cgroups("pids", "pids.max", "pids.max")]
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if limit != resource.RLIM_INFINITY and os.geteuid() != 0:  # root may start more
         found.append((limit, "ulimit -u"))
@@ -115,11 +115,11 @@ def _tasks() -> Iterator[tuple[int, str]]:
 
 
 def _memory_of_cgroups() -> Iterator[int]:
-    return _of_cgroups("memory", "memory.max", "memory.limit_in_bytes")
+    return map(int, of_cgroups("memory", "memory.max", "memory.limit_in_bytes"))
 
 
-def _of_cgroups(controller: str, name: str, name_in_v1: str) -> Iterator[int]:
-    """The limits of this process's control group and of the groups around it."""
+def of_cgroups(controller: str, name: str, name_in_v1: str) -> Iterator[str]:
+    """The limits of this process's control group and of those around it, as they are written."""
     for line in (_read(_PROC / "self" / "cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -131,8 +131,8 @@ def _of_cgroups(controller: str, name: str, name_in_v1: str) -> Iterator[int]:
         own = Path(path).relative_to("/")  # in a container perhaps a path of the host, not here
         for group in (own, *own.parents):
             text = _read(root / group / file) or "max"
-            if text.isdecimal():
-                yield int(text)
+            if not text.startswith("max"):
+                yield text
 
 
 def _read(path: Path) -> str | None:

@@ -50,7 +50,7 @@ def commands() -> list[tuple[str, str]]:
 COMMANDS = commands()
 
 ELSEWHERE = {
-    r"make run RECIPE=\w+$": "test_every_recipe_through_the_front_door",
+    r"make run RECIPE=\w+$": "test_make_run_with_its_defaults",
     r"make (check|test|format)": ".ci/run",
     r"make bench": "test_the_command_measures",
     r"make run .*NNODES=|torchrun --nnodes": "test_by_hand_and_by_torchrun",

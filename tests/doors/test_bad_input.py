@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from common.snapshots.snapshot_files import _find, list_snapshots
 from common.training.models import ModelOptions, build_model, load_matching
 from recipes.ddp_launch.train import Config
 from tests.helpers.commands import ROOT, Recipe
-from tests.helpers.images import faulty_folder, flowers
+from tests.helpers.images import flowers
 from tests.helpers.machine import need_root
 from tests.helpers.pool import Pool, call_main, in_group
 from tests.helpers.run_folders import Harmless, a_run
@@ -138,13 +137,6 @@ def test_a_number_is_accepted_or_refused_in_one_line(number: tuple[str, str], va
     config = import_module(f"recipes.{name}.train").Config
     with contextlib.suppress(InputError):
         cli.parse(name, config, [f"{option}={value}"])
-
-
-def test_a_wrong_option_through_the_front_door(recipe: Recipe) -> None:
-    result = recipe("ddp_spawn", "--lrr", "3")
-    assert result.status == 2
-    assert result.stderr.startswith("error: Unrecognized options: --lrr")
-    assert result.stderr.count("\n") == 1
 
 
 def test_a_rank_left_in_the_shell_through_the_front_door(recipe: Recipe) -> None:
@@ -383,22 +375,6 @@ def test_what_a_run_went_on_with_and_what_it_was_before_are_both_kept(
     assert re.findall(r"resuming from .*:", said) == ["resuming from step 2 with another torch:"]
 
 
-def test_device_cuda_without_one(pool: Pool) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    assert_refused(pool, "sees no GPU", "--device", "cuda")
-
-
-@pytest.mark.parametrize(
-    "fault", ["truncated JPEG", "text named .jpg", "empty class", "no classes"]
-)
-def test_image_folders_that_cannot_work(pool: Pool, tmp_path: Path, fault: str) -> None:
-    says = faulty_folder(tmp_path / "my data", fault)
-    root = tmp_path / "my data" / ("daisy" if fault == "no classes" else "")
-    run = tmp_path / "run"
-    assert_refused(pool, says, "--data", "imagefolder", "--data-path", root, "--output-dir", run)
-
-
 def test_a_model_that_nothing_here_can_compile(recipe: Recipe) -> None:
     result = recipe("ddp_launch", "--nproc", "2", "--compile", env={"CXX": "no-such-compiler"})
     assert (result.status, len(result.errors)) == (2, 1)
@@ -437,11 +413,9 @@ def test_a_folder_of_photos_trains_and_writes_its_classes(recipe: Recipe, tmp_pa
 
 @pytest.mark.slow
 def test_one_rank_in_three_is_refused_by_one_line(recipe: Recipe) -> None:
-    for name in ("ddp_launch", "ddp_spawn"):
-        result = recipe(name, "--nproc", "3", "--global-batch-size", "64", folder=name)
-        assert result.status == 2
-        assert len(result.errors) == 1
-        assert "63 or 66" in result.errors[0]
+    result = recipe("ddp_spawn", "--nproc", "3", "--global-batch-size", "64")
+    assert (result.status, len(result.errors)) == (2, 1), result.stderr
+    assert "63 or 66" in result.errors[0]
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -460,25 +434,6 @@ def test_a_folder_of_another_run_is_left_as_it_is(pool: Pool, tmp_path: Path) ->
     ):
         assert_refused(pool, says, *run, *options)
     assert contents(tmp_path / "run") == before
-
-
-@pytest.mark.slow
-def test_a_loss_that_is_not_finite(recipe: Recipe) -> None:
-    result = recipe("ddp_spawn", "--lr", "1e30", "--log-every", "2")
-    assert result.status == 1
-    assert len(result.errors) == 1, result.stderr
-    assert re.match(r"error: rank \d on \S+: .*not finite.*--lr", result.errors[0])
-    assert "Traceback" not in result.stderr
-
-
-def test_a_port_in_use_is_an_error_at_once_where_it_was_given(recipe: Recipe) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        for options, env in ((["--master-port", port], {}), ([], {"MASTER_PORT": port})):
-            result = recipe("ddp_launch", "--nproc", "2", *options, env=env)  # for less than 600 s
-            assert result.status == 2
-            assert len(result.errors) == 1
-            assert f"port {port}" in result.errors[0]
 
 
 @pytest.mark.parametrize(

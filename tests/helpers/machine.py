@@ -6,7 +6,9 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,18 +71,26 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-_first_port = 10_000 + os.getpid() % 220 * 100
-_OWN_PORTS = range(_first_port, _first_port + 100)
-_next_ports = itertools.cycle(_OWN_PORTS)
+_held: list[Any] = []
+
+
+@cache
+def _own_ports() -> Iterator[int]:
+    """A hundred ports of this process; their first one is held, to tell the other suites so."""
+    for number in range(220):
+        first = 10_000 + (os.getpid() + number) % 220 * 100
+        with suppress(InputError):
+            _held.append(listen("127.0.0.1", first))
+            return itertools.cycle(range(first + 1, first + 100))
+    raise AssertionError("each hundred of ports is another suite's")
 
 
 def free_port() -> int:
     """A port of this machine that stays free until the test takes it.
 
-    Linux gives ports from 32,768 on to a program that asks for any, so this one lies below. And
-    each process that runs tests has a hundred of its own, as several suites may run at once.
+    Linux gives ports from 32,768 on to a program that asks for any, so this one lies below.
     """
-    for port in itertools.islice(_next_ports, len(_OWN_PORTS)):
+    for port in itertools.islice(_own_ports(), 99):
         with suppress(InputError), listen("127.0.0.1", port):
             return port
-    raise AssertionError(f"all ports from {_OWN_PORTS[0]} to {_OWN_PORTS[-1]} are in use")
+    raise AssertionError("all ports of this process are in use")

@@ -31,6 +31,15 @@ if "SLURM_STEP_ID" in os.environ and {"FAIL_AT", "KILLED_AT", "STEP_S"} & {*os.e
         if self.state.step == int(os.environ.get("KILLED_AT", -1)):
             os.kill(os.getpid(), signal.SIGKILL)
     Loop.after_step = changed
+step, first = os.environ.get("SLURM_STEP_ID", ""), "SLURM_RESTART_COUNT" not in os.environ
+if step == os.environ.get("GATE_STEP") and first:
+    from tools.on_import import OnImport
+    def wait(_module):
+        gate = os.environ["GATE"]
+        open(f"{gate}.{os.environ['SLURM_JOB_ID']}.{rank}", "w").close()
+        while os.path.exists(gate):
+            time.sleep(0.01)
+    OnImport("common.run.loop", wait)
 if "SLURM_STEP_ID" in os.environ and rank == os.environ.get("REFUSED", ""):
     from common import cli
     run = cli.run
@@ -44,7 +53,7 @@ if os.environ.get("SLURMD_NODENAME") == os.environ.get("AHEAD", ""):
 def steps_of(run: Path) -> int:
     """The last step in a run's metrics."""
     path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []  # whole ones only
     return int(json.loads(lines[-1])["step"]) if lines else 0
 
 

@@ -39,6 +39,7 @@ from recipes.fsdp.model import Transformer, TransformerOptions
 from recipes.fsdp.train import Config, train
 from tests.helpers.commands import ROOT, Recipe, Result, wait_for
 from tests.helpers.pool import PATIENCE_S, Pool, call_main, in_group
+from tests.helpers.run_folders import assert_record
 from tests.helpers.training import assert_refused
 
 CPU = torch.device("cpu")
@@ -377,6 +378,7 @@ def test_bf16_keeps_fp32_weights_and_resumes_from_a_named_snapshot_elsewhere(
 def test_the_default_run_predicts_better_than_a_bigram_model(recipe: Recipe) -> None:
     result = recipe("fsdp").assert_ok()
     result.assert_bits_of_the_record()
+    assert_record(result.folder)
     found = result.summary
     assert found["val_bits_per_character"] < 0.75 * found["bigram_bits_per_character"]
 

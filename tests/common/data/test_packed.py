@@ -8,9 +8,11 @@ import re
 import shutil
 import sys
 import tarfile
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -374,8 +376,8 @@ def test_a_pack_of_bad_images_is_refused_with_their_number(folder: Path, tmp_pat
     assert [path.name for path in (tmp_path / "out").iterdir()] == [tool.BEGUN]
 
 
-def second_look(ranks: Ranks, root: Path, tell: bool) -> tuple[list[str], int]:
-    """What rank 1 has of the list that rank 0 made; and how often this rank listed the images."""
+def second_look(ranks: Ranks, root: Path, scratch: Path, tell: bool) -> tuple[list[str], int]:
+    """What a rank has of the list that rank 0 made; and how often this rank listed the images."""
     calls: list[Path] = []
 
     def counted(root: Path, **more: Any) -> Any:
@@ -384,19 +386,24 @@ def second_look(ranks: Ranks, root: Path, tell: bool) -> tuple[list[str], int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(image_folder, "list_images", counted)
-        if not tell and ranks.rank:
-            patch.setattr(image_folder, "read_arrays", lambda *_, **__: 1 / 0)
+        patch.setattr(tempfile, "tempdir", str(scratch))
+        if not tell:
+            patch.setattr(image_folder, "read_arrays", Mock(side_effect=OSError))
         listing, copy = image_folder.list_once_per_host(root, ranks)
     return [*listing.names, copy, listing.fingerprint, *map(str, listing.labels)], len(calls)
 
 
-def test_one_rank_per_host_lists_the_images(pool: Pool, folder: Path) -> None:
-    (first, one), (second, none) = pool.run(in_group, 2, second_look, folder, True)
+def test_one_rank_per_host_lists_the_images(pool: Pool, folder: Path, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (first, one), (second, none) = pool.run(in_group, 2, second_look, folder, scratch, True)
     assert (one, none) == (1, 0)
     assert first == second
+    found = pool.run(in_group, 2, second_look, folder, scratch, False)
+    assert found == [(first, 1), (first, 1)], "what cannot be read is listed again"
+    assert not list(scratch.iterdir())
     listing, copy = list_images(folder)
     assert first[: len(listing.names) + 1] == [*listing.names, copy]
-    assert not list(Path(os.environ.get("TMPDIR", "/tmp")).glob("torch-recipes-listing-*"))
 
 
 def another(ranks: Ranks, root: Path) -> None:

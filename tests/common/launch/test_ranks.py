@@ -225,10 +225,6 @@ def test_uneven_nodes() -> None:
     assert numbers(resolve(env)) == (3, 0, 4, 1)
 
 
-def test_submitit_starts_its_tasks_with_srun() -> None:
-    assert numbers(resolve({**SLURM, "SUBMITIT_EXECUTOR": "slurm"})) == (3, 1, 4, 2)
-
-
 def test_mpirun_on_one_host_and_on_several() -> None:
     ranks = resolve(OPENMPI)
     assert numbers(ranks) == (1, 1, 2, 2)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.run.history import History, last_sign
-from tests.helpers.commands import Recipe, wait_for
+from tests.helpers.commands import INJECTED, Recipe, wait_for
 
 
 def test_what_came_after_the_snapshot_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,22 +70,24 @@ def test_a_refused_start_is_no_lost_step_and_a_branch_has_no_history(recipe: Rec
 def test_a_killed_run_that_goes_on_accounts_for_all_its_time(recipe: Recipe) -> None:
     options = ["--nproc", "1", "--snapshot-every", "10", "--log-every", "1"]
     folder = recipe.tmp_path / "run"
-    process = recipe.start(*recipe.command("ddp_launch", *options, "--epochs", "1000000"))
+    (recipe.tmp_path / "17").touch()  # a gate: the steps from 15 on are in no snapshot
+    env = {**INJECTED, "GATES": str(recipe.tmp_path)}
+    process = recipe.start(*recipe.command("ddp_launch", *options, "--epochs", "1000000"), env=env)
 
     def steps() -> int:
         file = folder / "metrics.jsonl"
         return file.read_text().count('"lr"') if file.exists() else 0
 
-    wait_for(lambda: steps() > 15 and list(folder.glob("snapshots/*.pt")))
+    wait_for(lambda: steps() > 16 and list(folder.glob("snapshots/step_00000014.*.pt")))
     process.kill()
     assert recipe.finish(process, folder).status == -signal.SIGKILL
-    killed = time.time()
+    last_sign = (folder / "metrics.jsonl").stat().st_mtime
     time.sleep(1.5)
     last = str(steps() + 20)
     result = recipe("ddp_launch", *options, "--epochs", "1000000", "--max-steps", last)
     summary = result.assert_ok().summary
     spent_s = summary["all_starts_s"]
-    assert 1.5 <= spent_s["between"] <= time.time() - killed
+    assert 1.5 <= spent_s["between"] <= time.time() - last_sign
     assert spent_s["again"] > 0
     steps_s = sum(spent_s[kind] for kind in ("data", "compute", "communication"))
     assert sum(spent_s.values()) == pytest.approx(steps_s / summary["goodput"], rel=0.02)

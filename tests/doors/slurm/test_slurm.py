@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -357,22 +356,17 @@ def test_a_signal_before_training_starts_the_job_again(
     submit: Submitter, reference: Result, pair: Result, how: str
 ) -> None:
     expected, tasks = (reference, TWO_BY_TWO) if how == "train" else (pair, ONE_EACH)
+    gate = submit.folder / "gate"  # the first start's ranks wait there, while they import torch
+    gate.touch()
+    held = submit.patch(GATE=str(gate), GATE_STEP="1" if how == "torchrun" else "0")
     if how == "submitit":
         # The last task of an array: its raw id is that of the whole array.
-        done = submit_py(submit, *ONE_EACH, "--", "--epochs", "1", "--", *OPTIONS)
+        done = submit_py(submit, *ONE_EACH, "--", "--epochs", "1", "--", *OPTIONS, env=held)
         other, job = submitted(submit, done.stdout)
     else:
-        job = submit(how.split(",")[0], "ddp_launch", *OPTIONS, sbatch=tasks)
-    ask = ("squeue", "--noheader", "--steps", "--format=%i")
-    step = ".1" if how == "torchrun" else ".0"  # a signal between two steps reaches nobody
-    wait_for(
-        lambda: any(
-            name.startswith(job.job_id) and name.endswith(step)
-            for name in submit.cluster.run(*ask).stdout.split()
-        ),
-        every_s=0.1,
-    )
-    time.sleep(1 if "check" in how else 2)  # while torch is imported
+        job = submit(how.split(",")[0], "ddp_launch", *OPTIONS, sbatch=tasks, env=held)
+    count = {"train": 4, "torchrun, its check": 1}.get(how, 2)
+    wait_for(lambda: len(list(submit.folder.glob(f"gate.{job.job_id.split('_')[0]}.*"))) == count)
     if "one node" in how:  # the others wait for them, and are killed for that
         submit.cluster.run(
             "srun",
@@ -384,6 +378,8 @@ def test_a_signal_before_training_starts_the_job_again(
         )
     else:
         submit.cluster.run("scancel", "--signal=USR2", job.job_id)
+    wait_for(lambda: job.info["Restarts"] == "1", every_s=ASK_S)
+    gate.unlink()
     assert job.result.assert_ok().sha == expected.sha, job.said
     assert job.info["Restarts"] == "1", job.said
     assert job.result.summary["resumed_from"] is None
@@ -1107,16 +1103,13 @@ def test_a_held_job_outlives_ctrl_c_and_says_that_its_repository_was_moved(
         # Where the tests run in a shell's background, they and what they start are deaf to it.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    submitted_job = "ddp_launch/submitit/*_submitted.pkl"
-    wait_for(lambda: list(submit.folder.glob(submitted_job)) or follower.poll() is not None)
-    assert follower.poll() is None, follower.communicate()
-    time.sleep(1)  # between submission and following
+    assert follower.stdout
+    (job,) = submitted(submit, "".join(follower.stdout.readline() for _ in range(3)))
     follower.send_signal(signal.SIGINT)
     try:
         said, errors = follower.communicate(timeout=PATIENCE_S)
     finally:
         follower.kill()
-    (job,) = submitted(submit, said)
     assert follower.returncode == 130, errors
     assert said.endswith(
         f"goes on. To follow it: tail -F {job.log}; to end it: scancel {job.job_id}\n"
