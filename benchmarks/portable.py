@@ -117,12 +117,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
     """The ratio of each case."""
 
     def plot(axes: Any) -> None:
-        names, ratios = [], []
+        names, faster = [], []
         for what, ways in result["speeds"].items():
             ours, best = (statistics.median(ways[way]) for way in WAYS)
             names.append(what.split(",")[0])
-            ratios.append(ours / best)
-        axes.barh(names, ratios)
+            faster.append(ours / best)
+        axes.barh(names, faster)
         axes.axvline(1, color="grey")
         axes.invert_yaxis()
         axes.set(xlabel="speed with --portable, relative to --no-portable")

@@ -41,7 +41,7 @@ Where to change what. Each room and file imports only from those below it; a tes
       snapshot_files    writing, finding, checking and deleting snapshots; their format
       shards            tensors that are divided between ranks
       fits              whether a saved state is that of a model or an optimizer
-      tensor_files      files of tensors only: written, read, refused if they hold other objects
+      tensor_files      files of tensors and numbers only, named by their checksum
     weights             hash and saving of a state_dict
     identity            options that decide a run's numbers; --resume of another run is refused
     manifest            what a run records of its ranks, seed and determinism

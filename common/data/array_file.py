@@ -10,7 +10,7 @@ writes it), length and place in the file; "crc32" is that of all arrays in this 
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, overload
 
@@ -60,9 +60,12 @@ class Texts(Sequence[str]):
         begin = int(self.ends[place - 1]) if place else 0
         return self.joined[begin : int(self.ends[place])].tobytes().decode(errors="surrogateescape")
 
+    def __iter__(self) -> Iterator[str]:  # that of Sequence ends without a word at any IndexError
+        return (self[index] for index in range(len(self)))
+
 
 def write_arrays(file: IO[bytes], arrays: Mapping[str, NDArray[Any]], more: Any) -> None:
-    """Write one-dimensional arrays, and `more` as JSON, into a file that is open."""
+    """Write contiguous, one-dimensional arrays, and `more` as JSON, into a file that is open."""
     places: dict[str, tuple[str, int, int]] = {}
     crc32 = 0
     for array in arrays.values():

@@ -15,4 +15,5 @@ def cpu_quotas() -> Iterator[float]:
     """CPU time that each control group (version 2) of this process allows [cores]."""
     for text in of_cgroups("cpu", "cpu.max", "cpu.max"):  # version 1 has no such file
         quota, period = text.split()
-        yield int(quota) / int(period)
+        if quota != "max":
+            yield int(quota) / int(period)

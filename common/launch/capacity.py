@@ -2,7 +2,7 @@
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -106,7 +106,9 @@ def _tasks() -> Iterator[tuple[int, str]]:
         for name in ("pid_max", "threads-max")
         if (text := _read(_PROC / "sys" / "kernel" / name))
     ]
-    found += [(int(n), "its control group") for n in of_cgroups("pids", "pids.max", "pids.max")]
+    found += [
+        (n, "its control group") for n in _numbers(of_cgroups("pids", "pids.max", "pids.max"))
+    ]
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if limit != resource.RLIM_INFINITY and os.geteuid() != 0:  # root may start more
         found.append((limit, "ulimit -u"))
@@ -115,7 +117,11 @@ def _tasks() -> Iterator[tuple[int, str]]:
 
 
 def _memory_of_cgroups() -> Iterator[int]:
-    return map(int, of_cgroups("memory", "memory.max", "memory.limit_in_bytes"))
+    return _numbers(of_cgroups("memory", "memory.max", "memory.limit_in_bytes"))
+
+
+def _numbers(texts: Iterable[str]) -> Iterator[int]:
+    return (int(text) for text in texts if text.isdecimal())  # not "max"
 
 
 def of_cgroups(controller: str, name: str, name_in_v1: str) -> Iterator[str]:
@@ -130,8 +136,7 @@ def of_cgroups(controller: str, name: str, name_in_v1: str) -> Iterator[str]:
             continue
         own = Path(path).relative_to("/")  # in a container perhaps a path of the host, not here
         for group in (own, *own.parents):
-            text = _read(root / group / file) or "max"
-            if not text.startswith("max"):
+            if text := _read(root / group / file):
                 yield text
 
 

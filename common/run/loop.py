@@ -348,10 +348,12 @@ class Loop:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _interrupt(self, _number: int, _frame: object) -> NoReturn:
-        """Ctrl-C: end at once, and say which snapshot is on the disk."""
+        """Ctrl-C: end, and say which snapshot is on the disk; one being written comes after it."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if self.run.ranks.is_main:
-            newest = snapshot_files.newest_name(self.run.snapshots)
+            newest = "unknown"
+            with suppress(OSError):
+                newest = snapshot_files.newest_name(self.run.snapshots)
             say(
                 f"\ninterrupted at step {self.state.step}; newest snapshot: {newest}; to resume, "
                 f"run the same command with --output-dir {self.run.folder}"

@@ -18,7 +18,7 @@ from common.training.virtual_ranks import seed_shards, use_virtual_ranks
 class MicroBatches:
     """The micro-batches of each step: one, or `--accumulate`; or the shards of virtual ranks.
 
-    With the default options DDP is left as it is.
+    With the default options, DDP on several ranks is left as it is.
     """
 
     def __init__(

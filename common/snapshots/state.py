@@ -151,7 +151,7 @@ class TrainingState:
         are still exact, but each rank's random generators start from (seed, rank, step).
 
         Raises:
-            InputError: the snapshot does not hold this run's state: epoch, batch and step
+            InputError: the snapshot does not hold this run's state; or its epoch, batch and step
                 contradict each other or the data, or are after the run's `last_step`.
         """
         with agreed():

@@ -179,9 +179,8 @@ def prepare_model(
             log.info(f"{options.weights}: {len(loaded)} entries loaded, left out: {names}")
         elif options.freeze_layers:
             log.warning("--freeze-layers without --weights: all layers but the last stay random")
-        if options.freeze_layers:  # `set_train_mode` freezes their statistics
-            model.requires_grad_(False)
-            model.fc.requires_grad_(True)
+        if options.freeze_layers:
+            freeze_all_but_last(model)
         if options.channels_last:  # the activations follow the weights
             model.to(memory_format=torch.channels_last)
         if options.compile and not shutil.which(os.environ.get("CXX", "g++")):
@@ -260,6 +259,12 @@ def _fits(value: Tensor, own: Tensor) -> bool:
     if value.is_complex():
         return own.is_complex() and bool(value.isfinite().all())
     return bool(value.double().isfinite().all())
+
+
+def freeze_all_but_last(model: nn.Module) -> None:
+    """Freeze the parameters of all layers but `model.fc`; `set_train_mode` freezes statistics."""
+    model.requires_grad_(False)
+    model.fc.requires_grad_(True)
 
 
 def set_train_mode(model: nn.Module) -> None:

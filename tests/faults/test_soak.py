@@ -71,5 +71,8 @@ def test_fifty_rounds(recipe: Recipe) -> None:
     happened = found["happened"]
     for how in ("all killed", "one killed", "asked to stop"):
         assert happened[how] >= 5, "each way to interrupt was tried"
+    damages = (how.rpartition(" ") for how in happened)
+    damaged = {name for name, _, how in damages if how in ("deleted", "cut", "garbled")}
+    assert len(damaged) >= 5, damaged
     assert happened["put back"], "some damage is refused"
     assert happened["runs over several starts"] >= 5, "their times add up"

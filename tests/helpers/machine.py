@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from socket import socket
 
 import pytest
 
@@ -71,17 +71,17 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-_held: list[Any] = []
+_held: list[socket] = []
 
 
 @cache
 def _own_ports() -> Iterator[int]:
-    """A hundred ports of this process; their first one is held, to tell the other suites so."""
+    """A hundred ports of this process; the last one is held, to tell the other suites so."""
     for number in range(220):
         first = 10_000 + (os.getpid() + number) % 220 * 100
         with suppress(InputError):
-            _held.append(listen("127.0.0.1", first))
-            return itertools.cycle(range(first + 1, first + 100))
+            _held.append(listen("127.0.0.1", first + 99))
+            return itertools.cycle(range(first, first + 99))
     raise AssertionError("each hundred of ports is another suite's")
 
 

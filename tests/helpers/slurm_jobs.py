@@ -16,7 +16,7 @@ OPTIONS = ("--epochs", "12", "--snapshot-every", str(EVERY), "--log-every", "1")
 TWO_BY_TWO = ("--nodes", "2", "--ntasks-per-node", "2")
 # Python reads this before anything else: what a test must change inside a rank.
 _SITECUSTOMIZE = """\
-import os, signal, time
+import os, signal, sys, time
 rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
 if "SLURM_STEP_ID" in os.environ and {"FAIL_AT", "KILLED_AT", "STEP_S"} & {*os.environ}:
     from common.run.loop import Loop
@@ -31,15 +31,17 @@ if "SLURM_STEP_ID" in os.environ and {"FAIL_AT", "KILLED_AT", "STEP_S"} & {*os.e
         if self.state.step == int(os.environ.get("KILLED_AT", -1)):
             os.kill(os.getpid(), signal.SIGKILL)
     Loop.after_step = changed
-step, first = os.environ.get("SLURM_STEP_ID", ""), "SLURM_RESTART_COUNT" not in os.environ
-if step == os.environ.get("GATE_STEP") and first:
+here = os.environ.get("GATE_NODE") in (None, os.environ.get("SLURMD_NODENAME"))
+first = "SLURM_RESTART_COUNT" not in os.environ
+if here and first and os.environ.get("SLURM_STEP_ID", "") == os.environ.get("GATE_STEP"):
     from tools.on_import import OnImport
     def wait(_module):
         gate = os.environ["GATE"]
         open(f"{gate}.{os.environ['SLURM_JOB_ID']}.{rank}", "w").close()
         while os.path.exists(gate):
             time.sleep(0.01)
-    OnImport("common.run.loop", wait)
+    if "-c" not in sys.orig_argv:  # that is torchrun, which starts the ranks
+        OnImport("torch._C", wait)
 if "SLURM_STEP_ID" in os.environ and rank == os.environ.get("REFUSED", ""):
     from common import cli
     run = cli.run
@@ -152,7 +154,8 @@ class Submitter:
         """Environment in which ranks fail or take their time.
 
         STEP_S is how much longer each step takes [s], so that a test can act in time: in the job's
-        first start, or in its first SLOW_STARTS.
+        first start, or in its first SLOW_STARTS. GATE is a file: as long as it is there, the ranks
+        of step GATE_STEP in the first start (GATE_NODE: on that node) wait while torch is imported.
         """
         (self.folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
         return {"PYTHONPATH": f"{ROOT}:{self.folder}", **env}

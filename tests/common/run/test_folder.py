@@ -51,7 +51,9 @@ def steps(folder: Path) -> list[int]:
     return [line["step"] for line in lines if "loss" in line]
 
 
-@pytest.mark.parametrize("lost", ["snapshots", "snapshots, fewer steps", "--resume never"])
+@pytest.mark.parametrize(
+    "lost", ["nothing", "snapshots", "snapshots, fewer steps", "--resume never"]
+)
 def test_a_finished_run_is_never_trained_again(
     pool: Pool, finished: Path, tmp_path: Path, lost: str
 ) -> None:

@@ -81,13 +81,13 @@ def test_a_killed_run_that_goes_on_accounts_for_all_its_time(recipe: Recipe) -> 
     wait_for(lambda: steps() > 16 and list(folder.glob("snapshots/step_00000014.*.pt")))
     process.kill()
     assert recipe.finish(process, folder).status == -signal.SIGKILL
-    last_sign = (folder / "metrics.jsonl").stat().st_mtime
+    last_line = (folder / "metrics.jsonl").stat().st_mtime
     time.sleep(1.5)
     last = str(steps() + 20)
     result = recipe("ddp_launch", *options, "--epochs", "1000000", "--max-steps", last)
     summary = result.assert_ok().summary
     spent_s = summary["all_starts_s"]
-    assert 1.5 <= spent_s["between"] <= time.time() - last_sign
+    assert 1.5 <= spent_s["between"] <= time.time() - last_line
     assert spent_s["again"] > 0
     steps_s = sum(spent_s[kind] for kind in ("data", "compute", "communication"))
     assert sum(spent_s.values()) == pytest.approx(steps_s / summary["goodput"], rel=0.02)

@@ -14,6 +14,7 @@ from common.seeds import mixed_precision
 from common.training.models import (
     ModelOptions,
     build_model,
+    freeze_all_but_last,
     has_trained_batch_norm,
     load_matching,
     set_train_mode,
@@ -94,8 +95,7 @@ def test_a_resnet_begins_with_torchvisions_weights() -> None:
 def test_frozen_layers_do_not_move_and_neither_do_their_statistics(options: ModelOptions) -> None:
     torch.manual_seed(0)
     model = build_model(options, channels=3, classes=4)
-    model.requires_grad_(False)
-    model.fc.requires_grad_(True)
+    freeze_all_but_last(model)
     set_train_mode(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)

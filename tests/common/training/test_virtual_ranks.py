@@ -250,7 +250,7 @@ def test_eight_shards_on_any_number_of_processes(
         options = {
             **TRICKY,
             "parallel": {"virtual_ranks": 8},
-            "optimizer": {"epochs": 1, "max_steps": steps, "global_batch_size": 16},
+            "optimizer": {"epochs": 1, "max_steps": steps, "global_batch_size": 32},
             "run": {"log_every": 1, "precision": precision},
         }
         if model == "convnet":

@@ -356,16 +356,17 @@ def test_a_signal_before_training_starts_the_job_again(
     submit: Submitter, reference: Result, pair: Result, how: str
 ) -> None:
     expected, tasks = (reference, TWO_BY_TWO) if how == "train" else (pair, ONE_EACH)
-    gate = submit.folder / "gate"  # the first start's ranks wait there, while they import torch
+    gate = submit.folder / "gate"  # the first start's ranks wait there, in the middle of torch
     gate.touch()
-    held = submit.patch(GATE=str(gate), GATE_STEP="1" if how == "torchrun" else "0")
+    where = {"GATE_NODE": "n2"} if "one node" in how else {}
+    held = submit.patch(GATE=str(gate), GATE_STEP="1" if how == "torchrun" else "0", **where)
     if how == "submitit":
         # The last task of an array: its raw id is that of the whole array.
         done = submit_py(submit, *ONE_EACH, "--", "--epochs", "1", "--", *OPTIONS, env=held)
         other, job = submitted(submit, done.stdout)
     else:
         job = submit(how.split(",")[0], "ddp_launch", *OPTIONS, sbatch=tasks, env=held)
-    count = {"train": 4, "torchrun, its check": 1}.get(how, 2)
+    count = {"train": 4, "train, one node": 1, "torchrun, its check": 1}.get(how, 2)
     wait_for(lambda: len(list(submit.folder.glob(f"gate.{job.job_id.split('_')[0]}.*"))) == count)
     if "one node" in how:  # the others wait for them, and are killed for that
         submit.cluster.run(
@@ -1103,14 +1104,15 @@ def test_a_held_job_outlives_ctrl_c_and_says_that_its_repository_was_moved(
         # Where the tests run in a shell's background, they and what they start are deaf to it.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    assert follower.stdout
-    (job,) = submitted(submit, "".join(follower.stdout.readline() for _ in range(3)))
-    follower.send_signal(signal.SIGINT)
     try:
+        assert follower.stdout
+        begun = "".join(follower.stdout.readline() for _ in range(3))
+        follower.send_signal(signal.SIGINT)
         said, errors = follower.communicate(timeout=PATIENCE_S)
     finally:
         follower.kill()
     assert follower.returncode == 130, errors
+    (job,) = submitted(submit, begun)
     assert said.endswith(
         f"goes on. To follow it: tail -F {job.log}; to end it: scancel {job.job_id}\n"
     )
