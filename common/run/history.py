@@ -38,7 +38,7 @@ class History:
         """Begin after the starts that a snapshot tells of."""
         self._first, self._spent_s = float(before["first"]), dict(before["spent_s"])
         ended = min(max(self._signs, before["until"]), self._began)
-        # Steps that were lost are done again; between: the time until this start.
+        # again: steps that were lost. between: no process ran.
         lost = {"again": ended - before["until"], "between": self._began - ended}
         for kind, more_s in lost.items():
             self._spent_s[kind] = self._spent_s.get(kind, 0.0) + max(0.0, more_s)

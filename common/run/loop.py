@@ -348,7 +348,7 @@ class Loop:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _interrupt(self, _number: int, _frame: object) -> NoReturn:
-        """Ctrl-C: end, and say which snapshot is on the disk; one being written comes after it."""
+        """Ctrl-C: name the newest snapshot on the disk, and end. One being written is completed."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if self.run.ranks.is_main:
             newest = "unknown"

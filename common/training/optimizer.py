@@ -132,10 +132,10 @@ class ScheduleOptions:
         Raises:
             InputError: linear scaling of a batch of 5,000 or more, without warm-up.
         """
-        parts = world_size * micro_batches
-        near_default = max(1, round(self._default_batch(samples) / parts)) * parts
         size = (self.batch_size_per_rank or 0) * world_size or self.global_batch_size
-        size = size or near_default
+        if not size:
+            parts = world_size * micro_batches
+            size = max(1, round(self._default_batch(samples) / parts)) * parts
         if self.scale_lr and not self.warmup_epochs:
             if size >= 5000:
                 raise InputError(f"--scale-lr for a global batch of {size} needs --warmup-epochs")

@@ -141,10 +141,16 @@ def interrupt(processes: Sequence[ForkProcess], dice: random.Random) -> str:
     return how
 
 
-def damage(folder: Path, dice: random.Random) -> tuple[str, str, Path, bytes]:
-    """Delete, cut or garble one file; returns how, of which entry of the folder, and the file."""
+def damage(folder: Path, dice: random.Random, hit: Counter[str]) -> tuple[str, str, Path, bytes]:
+    """Delete, cut or garble one file; returns how, of which entry of the folder, and the file.
+
+    It is of an entry that was damaged least often in all rounds, as `hit` counts.
+    """
     entries = sorted(path for path in folder.iterdir() if path.is_file() or any(path.iterdir()))
-    entry, how = dice.choice(entries), dice.choice(("deleted", "cut", "garbled"))
+    least = min(hit[path.name] for path in entries)
+    entry = dice.choice([path for path in entries if hit[path.name] == least])
+    hit[entry.name] += 1
+    how = dice.choice(("deleted", "cut", "garbled"))
     files = [entry] if entry.is_file() else sorted(p for p in entry.rglob("*") if p.is_file())
     file = dice.choice(files)
     before = file.read_bytes()
@@ -189,7 +195,12 @@ def problems(folder: Path, expected_sha: str, elapsed_s: float = math.inf) -> li
 
 
 def play(
-    world_size: int, folder: Path, dice: random.Random, usual_s: float, expected_sha: str
+    world_size: int,
+    folder: Path,
+    dice: random.Random,
+    usual_s: float,
+    expected_sha: str,
+    hit: Counter[str],
 ) -> Counter[str]:
     """One round: train to the end, and start once more after that; counts what happened.
 
@@ -240,7 +251,7 @@ def play(
         elif not how or not _INTERRUPTED | ({2} if damaged else set()) >= codes:
             raise RuntimeError(f"ended with {codes} {about}")
         if folder.is_dir() and any(folder.iterdir()):
-            kind, entry, file, before = damage(folder, dice)
+            kind, entry, file, before = damage(folder, dice, hit)
             last = file, before
             damaged.add(file)
             happened.update([f"{entry} {kind}", "damages"])
@@ -347,11 +358,12 @@ def soak(rounds: int, seed: int, folder: Path) -> dict[str, Any]:
         usual_s = max(usual_s, time.monotonic() - start_s)
         expected[world_size] = summary_of(folder / f"whole{world_size}")["weights_sha256"]
     dice, happened, wrong = random.Random(seed), Counter[str](), []
+    hit = Counter[str]()
     with progress_bar(rounds, unit="round") as bar:
         for number in range(rounds):
             world_size, run = dice.choice(WORLDS), folder / f"round{number}"
             try:
-                happened += play(world_size, run, dice, usual_s, expected[world_size])
+                happened += play(world_size, run, dice, usual_s, expected[world_size], hit)
             except RuntimeError as failed:
                 wrong.append(f"round {number}: {failed}")
             bar.update()

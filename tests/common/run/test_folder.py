@@ -549,7 +549,7 @@ def test_two_runs_share_no_folder_nor_one_behind_linked_snapshots(
     first = recipe.start(*recipe.command("ddp_launch", *SHORT, *FOR_EVER, folder="p"))
     wait_for(lambda: list_snapshots(tmp_path / "big") or first.poll() is not None)
     for name, says in (
-        ("q", "q/snapshots belongs to a run that is"),
+        ("q", "q/snapshots belongs to a run that is still going"),
         ("p", f"process {first.pid}"),
     ):
         other = recipe("ddp_launch", *SHORT, *FOR_EVER, "--seed", "1", folder=name)

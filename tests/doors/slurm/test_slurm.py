@@ -356,7 +356,7 @@ def test_a_signal_before_training_starts_the_job_again(
     submit: Submitter, reference: Result, pair: Result, how: str
 ) -> None:
     expected, tasks = (reference, TWO_BY_TWO) if how == "train" else (pair, ONE_EACH)
-    gate = submit.folder / "gate"  # the first start's ranks wait there, in the middle of torch
+    gate = submit.folder / "gate"  # the first start's ranks wait there while torch is imported
     gate.touch()
     where = {"GATE_NODE": "n2"} if "one node" in how else {}
     held = submit.patch(GATE=str(gate), GATE_STEP="1" if how == "torchrun" else "0", **where)
