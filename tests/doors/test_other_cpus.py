@@ -14,11 +14,9 @@ import torch
 from tests.helpers.commands import ROOT, Recipe, Result
 from tests.helpers.images import photo
 from tests.helpers.machine import EMULATED_CPUS, need
+from tests.helpers.pool import LONG_PATIENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
-
-EMULATION_PATIENCE_S = 1500
-"""Like `PATIENCE_S`, for a command that computes for two minutes on idle cores."""
 
 CASES = {
     "group-norm": "ddp_launch --max-steps 3",
@@ -68,7 +66,7 @@ class Machines:
         return self.runner.start(*emulator, sys.executable, *python)
 
     def _finish(self, process: "subprocess.Popen[str]") -> Result:
-        return self.runner.finish(process, self.folder, EMULATION_PATIENCE_S).assert_ok()
+        return self.runner.finish(process, self.folder, LONG_PATIENCE_S).assert_ok()
 
     def read(self, run: str, name: str) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((self.folder / run / f"{name}.json").read_text())

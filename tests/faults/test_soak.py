@@ -12,6 +12,7 @@ from common.weights import save_weights, weights_sha256
 from tests.faults.soak import EPOCHS, STEPS, problems
 from tests.helpers.commands import ROOT, Recipe
 from tests.helpers.machine import need
+from tests.helpers.pool import LONG_PATIENCE_S
 
 FILES = (
     ".lock",
@@ -79,7 +80,7 @@ def test_fifty_rounds(recipe: Recipe) -> None:
         "ROUNDS=50",
         f"ARGS=--output {output}",
     )
-    recipe.finish(process, recipe.tmp_path, timeout_s=900).assert_ok()
+    recipe.finish(process, recipe.tmp_path, LONG_PATIENCE_S).assert_ok()
     found = json.loads(output.read_text())
     assert found["wrong"] == []
     happened = found["happened"]

@@ -181,10 +181,11 @@ class Recipe:
         *options: str | Path,
         folder: str = "run",
         env: dict[str, str] | None = None,
+        timeout_s: float = PATIENCE_S,
     ) -> Result:
         """Run a recipe through the front door to its end."""
         process = self.start(*self.command(name, *options, folder=folder), env=env)
-        return self.finish(process, self.tmp_path / folder)
+        return self.finish(process, self.tmp_path / folder, timeout_s)
 
     def stop(self) -> None:
         for process in self.running:

@@ -27,6 +27,9 @@ PATIENCE_S = 480
 """How long a test waits for anything. It only ends a hang: eight times as long as a busy machine
 needs, and less than the 600 s of --timeout-s, so a command that waits so long fails its test."""
 
+LONG_PATIENCE_S = 1500
+"""For a command that must succeed and computes for two minutes or more on idle cores."""
+
 STACK = signal.SIGRTMIN
 """Lets a rank write its stack. A recipe has a use of its own for the usual ones."""
 

@@ -13,7 +13,7 @@ from common.group import rendezvous
 from common.launch.ranks import Ranks
 from tests.helpers.commands import ROOT, Recipe
 from tests.helpers.machine import free_port
-from tests.helpers.pool import Pool, call_main
+from tests.helpers.pool import LONG_PATIENCE_S, Pool, call_main
 from tests.helpers.run_folders import assert_record, summary
 from tests.helpers.training import assert_refused
 
@@ -204,7 +204,7 @@ def test_make_run_with_its_defaults(recipe: Recipe, name: str, reaches: float | 
         f"PYTHON={sys.executable}",
         f"ARGS=--output-dir {folder}",
     )
-    result = recipe.finish(process, folder).assert_ok()
+    result = recipe.finish(process, folder, LONG_PATIENCE_S).assert_ok()
     if reaches is None:
         assert "recommended: --num-workers" in result.stdout
         return
@@ -232,7 +232,8 @@ def test_make_run_with_its_defaults(recipe: Recipe, name: str, reaches: float | 
 )
 def test_six_epochs_are_enough_to_learn(recipe: Recipe, options: str, reaches: float) -> None:
     """Where the initial weights were not torchvision's, these reached 0.50 and 0.81."""
-    result = recipe("ddp_launch", "--epochs", "6", *options.split()).assert_ok()
+    options = f"--epochs 6 {options}"
+    result = recipe("ddp_launch", *options.split(), timeout_s=LONG_PATIENCE_S).assert_ok()
     assert result.summary["val_accuracy"] >= reaches
 
 
