@@ -401,6 +401,8 @@ def show(findings: Sequence[tuple[str, Finding]], host: str = "") -> str:
 
 def doctor(given: argparse.Namespace) -> int:
     """Examine and print; the exit status."""
+    if given.nproc is not None and given.nproc < 1:
+        raise InputError(f"--nproc must be at least 1, got {given.nproc}")
     ranks, findings = Ranks(), []
     try:
         ranks = resolve()

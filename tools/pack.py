@@ -57,6 +57,9 @@ BEGUN = "packing.json"
 WINDOW = 512
 """Images that are in memory at once."""
 
+MOST_CLASSES = 1_000_000
+"""A larger number is no class but an identifier: ImageNet has 02119789."""
+
 RECORD = np.dtype([("shard", "i4"), ("offset", "i8"), ("size", "u4"), ("crc32", "u4")])
 """What the index says of an image, as `common.data.packed` describes it."""
 
@@ -307,7 +310,12 @@ def index(root: Path, suffix: str = "") -> str:
     if numbers := all(name.isdecimal() for name in classes):
         classes = [str(int(name)) for name in classes]
     if numbers and not suffix:
-        known = [str(number) for number in range(max(map(int, classes)) + 1)]
+        if (highest := max(map(int, classes))) >= MOST_CLASSES:
+            raise InputError(
+                f"the class {highest} would make {highest + 1:,} classes, and a model has an "
+                "output for each: number the classes 0, 1, 2 and so on"
+            )
+        known = [str(number) for number in range(highest + 1)]
     else:
         known = sorted(set(classes), key=int if numbers else None)
     place = {name: number for number, name in enumerate(known)}

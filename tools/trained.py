@@ -217,7 +217,7 @@ def refuse_unusable(paths: Sequence[Path], channels: int, *, named: bool = False
         try:
             with Image.open(path) as image:
                 mode = image.mode
-        except OSError as error:
+        except Exception as error:  # Pillow's readers raise many types
             if named and isinstance(error, UnidentifiedImageError):
                 raise InputError(f"{path} is not an image: leave it out") from None
             continue

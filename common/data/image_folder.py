@@ -142,7 +142,22 @@ def list_images(
         raise InputError(
             f"{folders[-1]} has no folder for {', '.join(sorted(missing))}: add it, with images"
         )
+    _refuse_images_twice(root, folders, names)
     return _list_classes(root, folders, names, looked_into, show_progress=show_progress)
+
+
+def _refuse_images_twice(root: Path, folders: list[Path], names: list[str]) -> None:
+    """Raise InputError if links give images two classes, or validate on what is trained on."""
+    places = [folder / name for folder in folders for name in names]
+    if not any(path.is_symlink() for path in [*folders, *places]):
+        return
+    real: dict[Path, Path] = {}
+    for place in places:
+        if (other := real.setdefault(place.resolve(), place)) is not place:
+            raise InputError(f"{place} and {other} lead to the same images: remove one of them")
+    for path, place in real.items():
+        if above := [real[parent] for parent in path.parents if parent in real]:
+            raise InputError(f"{place} lies in {above[0]}, by links: its images would count twice")
 
 
 def class_names(folder: Path) -> list[str]:

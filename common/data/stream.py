@@ -120,9 +120,10 @@ class Blocks:
     def shuffled(self, generator: torch.Generator) -> Tensor:
         """(samples,), all samples in a new order."""
         count, parts = len(self.order), []
-        blocks = torch.randperm(-(-count // self.size), generator=generator)
+        size = min(self.size, count)
+        blocks = torch.randperm(-(-count // size), generator=generator)
         for window in blocks.split(16):
-            places = (window[:, None] * self.size + torch.arange(self.size)).flatten()
+            places = (window[:, None] * size + torch.arange(size)).flatten()
             places = places[places < count]  # the last block may be shorter
             parts.append(places[torch.randperm(len(places), generator=generator)])
         return torch.from_numpy(self.order[torch.cat(parts).numpy()])

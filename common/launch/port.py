@@ -9,9 +9,9 @@ from common.errors import InputError
 def bind(address: str, port: int, *, several_hosts: bool) -> socket.socket:
     """Listen on rank 0's address only, because the store there has no authentication.
 
-    In two cases it has to listen on all interfaces: this host does not have the address (it is
-    translated on the way), or ranks on several hosts are given a name, which each host may resolve
-    to another address (Debian resolves a host's own name to loopback).
+    With ranks on several hosts, it has to listen on all interfaces in two cases: this host does not
+    have the address (it is translated on the way), or the ranks are given a name, which each host
+    may resolve to another address (Debian resolves a host's own name to loopback).
 
     Args:
         address: of rank 0, as the ranks are given it.
@@ -20,6 +20,7 @@ def bind(address: str, port: int, *, several_hosts: bool) -> socket.socket:
 
     Raises:
         OSError: the port is in use, or the address does not resolve.
+        InputError: all ranks are on this host, which does not have the address.
     """
     family, _, _, _, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     if not several_hosts or address == found[0]:
@@ -28,6 +29,11 @@ def bind(address: str, port: int, *, several_hosts: bool) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
+            if not several_hosts:
+                raise InputError(
+                    f"MASTER_ADDR {address!r} is no address of this host ({socket.gethostname()}), "
+                    "on which all ranks are: leave it out (unset MASTER_ADDR)"
+                ) from error
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     return socket.create_server(("", port), family=family, dualstack_ipv6=both)
@@ -37,7 +43,7 @@ def listen(address: str, port: int, *, several_hosts: bool = False) -> socket.so
     """Like `bind`, for a launcher.
 
     Raises:
-        InputError: the port is in use, or the address does not resolve.
+        InputError: the port is in use, or the address does not resolve, or as `bind`.
     """
     try:
         return bind(address, port, several_hosts=several_hosts)

@@ -279,6 +279,8 @@ def refuse_non_finite(losses: Tensor, step: int, folder: Path, what: str = "loss
         advice = "try a lower --lr or --warmup-epochs"
         if what == "loss" and step == 1:
             advice = "before the first update: look for inputs and targets that are not finite"
+        elif "val_loss" in what:
+            advice += ", or look for validation samples that are not finite"
         elif "loss" not in what:
             advice = "look at the score function"
         raise TrainingError(

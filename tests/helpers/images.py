@@ -65,6 +65,18 @@ def faulty_folder(root: Path, fault: str) -> str:
         for part, names in (("train", ("daisy", "tulip")), ("val", ("daisy", "tulip", "rose"))):
             flowers(root / part, names=names)
         return "val has classes that train has not: rose"
+    if fault == "a class is all classes":
+        (root / "all").symlink_to(root)
+        return r"daisy lies in .*all, by links: its images would count twice"
+    if fault == "a class is a part of another":
+        (root / "daisy" / "wild").mkdir()
+        photo(root / "daisy" / "wild" / "0.jpg", 0)
+        (root / "wild").symlink_to(root / "daisy" / "wild")
+        return r"wild lies in .*daisy, by links"
+    if fault == "validation is training":
+        flowers(root / "train")
+        (root / "val").symlink_to("train")
+        return r"val/daisy and .*train/daisy lead to the same images: remove one of them"
     if fault == "damaged EXIF":
         exif = Image.Exif()
         exif[0x0112] = 6  # turned

@@ -33,6 +33,11 @@ def run(recipe: Recipe, *words: str, env: dict[str, str] | None = None) -> tuple
     return done.status, done.stdout
 
 
+def test_no_processes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--nproc", "0"]) == 2
+    assert "error: --nproc must be at least 1, got 0" in capsys.readouterr().err
+
+
 def test_this_machine_is_well(recipe: Recipe) -> None:
     status, said = run(recipe)
     assert status == 0

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, resize
 
@@ -281,6 +282,19 @@ def test_a_truncated_photo_is_named_and_the_others_are_predicted(
     expected = sorted(path for path in folder.rglob("*.jpg") if path != torn)
     assert [answer["file"] for answer in answers] == [str(path) for path in expected]
     assert all(len(a["top"]) == 3 and a["probability"] <= 1 for a in answers)
+
+
+def test_a_photo_that_pillow_will_not_open_is_named_and_the_others_are_predicted(
+    pool: Pool, photo_run: Path, tmp_path: Path
+) -> None:
+    good, texts = tmp_path / "good.png", PngInfo()
+    photo(good, 1)
+    texts.add_text("comment", "a" * 3_000_000, zip=True)  # ValueError, not OSError
+    Image.new("RGB", (8, 8)).save(tmp_path / "texts.png", pnginfo=texts)
+    status, printed, said = predicted(pool, photo_run, tmp_path / "texts.png", good, "--json")
+    assert (status, json.loads(printed)["file"]) == (1, str(good)), said
+    assert "texts.png cannot be decoded (Decompressed data too large" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.slow

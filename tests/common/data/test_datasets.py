@@ -246,7 +246,8 @@ def test_both_jpeg_decoders_give_the_same_bytes(
         *("truncated JPEG", "tiny", "text named .jpg", "empty class", "no classes"),
         *("16 bits", "floats", "one class", "other classes to validate on"),
         *("train valid test", "Train Val", "train", "train dev", "train valid extra"),
-        "damaged EXIF",
+        *("damaged EXIF", "a class is all classes", "a class is a part of another"),
+        "validation is training",
     ],
 )
 def test_a_bad_image_folder_is_named_before_training(tmp_path: Path, fault: str) -> None:

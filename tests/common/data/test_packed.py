@@ -17,6 +17,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader
 
 from common.data import image_folder, packed
@@ -251,6 +252,18 @@ def test_classes_of_files_of_any_kind_are_those_that_were_given(
         listing = Pack(tmp_path, check=True).listing
         assert listing.class_names == [str(300 * number) for number in range(12)]
         assert listing.labels.tolist() == list(range(12))
+
+
+def test_an_identifier_is_no_number_of_a_class(tmp_path: Path) -> None:
+    image = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(image, "PNG")
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        for suffix, content in ((".png", image.getvalue()), (".cls", b"02119789")):
+            member = tarfile.TarInfo(f"0{suffix}")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    with pytest.raises(InputError, match="the class 2119789 would make 2,119,790 classes"):
+        tool.index(tmp_path)
 
 
 def test_classes_that_are_not_all_numbers_are_in_the_order_of_texts(tmp_path: Path) -> None:

@@ -218,6 +218,14 @@ def test_no_batch_is_advised_that_is_refused_next(
         assert len(GlobalBatches(samples, int(advised), 0, 0, world_size)) > 0
 
 
+def test_a_block_is_at_most_all_samples() -> None:
+    orders = [
+        Blocks(np.arange(47), size).shuffled(torch.Generator().manual_seed(0)).tolist()
+        for size in (47, 10**15)  # which would not fit into the memory
+    ]
+    assert orders[0] == orders[1]
+
+
 @pytest.mark.parametrize("count", [1, 47, 96, 1000])
 def test_blocks_are_shuffled_whole_and_each_sample_comes_once(count: int) -> None:
     disk = np.random.default_rng(0).permutation(count)

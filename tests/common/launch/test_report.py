@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from common import log
+from common.errors import InputError
 from common.group.process_group import process_group
 from common.launch.port import bind
 from common.launch.ranks import Ranks
@@ -221,6 +222,10 @@ def test_a_store_listens_where_it_is_looked_for() -> None:
     everywhere = ("::", "0.0.0.0")
     assert where("localhost", several_hosts=True) in everywhere, "a name, of which each host may"
     assert where("192.0.2.1", several_hosts=True) in everywhere, "translated on the way"
+    with pytest.raises(
+        InputError, match=r"192\.0\.2\.1' is no address of this host .* \(unset MAST"
+    ):
+        where("192.0.2.1", several_hosts=False)
     with pytest.raises(socket.gaierror):
         where("no-such-host.invalid", several_hosts=False)
 

@@ -234,7 +234,11 @@ def _save_broken_weights(_ranks: Ranks, folder: Path) -> str:
     [
         ("loss", 1, "before the first update: look for inputs and targets that are not finite"),
         ("loss", 2, "try a lower --lr"),
-        ("val_loss, val_error", 1, "try a lower --lr"),
+        (
+            "val_loss, val_error",
+            1,
+            "try a lower --lr or --warmup-epochs, or look for validation samples that are not",
+        ),
         ("val_error", 1, "look at the score function"),
     ],
 )
