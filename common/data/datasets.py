@@ -65,7 +65,9 @@ class DataOptions(LoaderOptions):
     data_path: Path | None = may_change(None)
     """Folder of the data.
     imagefolder: one sub-folder per class, or train/ and val/ with such sub-folders.
-    packed: the OUT of make pack."""
+    packed: the OUT of make pack.
+    A run goes on, and is evaluated, only with images of the same paths and sizes in bytes. An image
+    that was exchanged for one of as many bytes is not noticed."""
     download: bool = may_change(False)
     """Let rank 0 download what is missing: fashion_mnist or cifar10 into --data-path;
     the flower photos, if --data-path ends in flower_photos; torchvision's file of --weights."""
