@@ -371,18 +371,29 @@ def test_a_rank_is_killed_and_restarted(
 
 
 @pytest.fixture
-def half_a_core() -> Iterator[Callable[[int], object]]:
-    """Lets a process compute for 1 ms in 2 ms at most."""
+def quarter() -> Iterator[Callable[[int], object]]:
+    """Leaves a process a quarter of the time for which it has computed, however busy the cores."""
     need_root()
     old = Path("/sys/fs/cgroup/cpu")  # cgroup v1
     group = (old if old.is_dir() else old.parent) / f"slow_{os.getpid()}"
     group.mkdir()
-    if old.is_dir():
-        (group / "cpu.cfs_period_us").write_text("2000")
-        (group / "cpu.cfs_quota_us").write_text("1000")
-    else:
-        (group / "cpu.max").write_text("1000 2000")
-    yield lambda process: (group / "cgroup.procs").write_text(str(process))
+
+    def computed_s(process: int) -> float:
+        user, system = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+    def limit(process: int) -> None:
+        before_s, begun_s = computed_s(process), time.monotonic()
+        time.sleep(2)
+        share = (computed_s(process) - before_s) / (time.monotonic() - begun_s)
+        quota = str(max(1000, int(100_000 * share / 4)))  # of the default period, 100,000 us
+        if old.is_dir():
+            (group / "cpu.cfs_quota_us").write_text(quota)
+        else:
+            (group / "cpu.max").write_text(quota)
+        (group / "cgroup.procs").write_text(str(process))
+
+    yield limit
     wait_for(lambda: not (group / "cgroup.procs").read_text())
     group.rmdir()
 
@@ -390,7 +401,6 @@ def half_a_core() -> Iterator[Callable[[int], object]]:
 BEFORE = "by a sleep before the optimizer's step"
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "slowed",
     [
@@ -400,15 +410,15 @@ BEFORE = "by a sleep before the optimizer's step"
     ],
 )
 def test_a_slow_rank(
-    scene: Scene, rows: list[dict[str, Any]], half_a_core: Callable[[int], object], slowed: str
+    scene: Scene, rows: list[dict[str, Any]], quarter: Callable[[int], object], slowed: str
 ) -> None:
-    """Each step of 0.1 s takes it 0.06 s longer; or it has half a core from its tenth step on.
+    """It sleeps for 0.14 s in each step; or it has a quarter of its CPU from its tenth step on.
 
     The run goes on until the rank is named.
     """
     sleeps, options = "sleep" in slowed, ("--epochs", "1000000", "--log-every", "10")
     most = () if sleeps else ("--snapshot-every", "10")
-    env = {"STEP_S": "0.1", "SLOW_RANK": "1", "SLOW_S": "0.06"} if sleeps else {}
+    env = {"STEP_S": "0.02", "SLOW_RANK": "1", "SLOW_S": "0.14"} if sleeps else {}
     env |= {"SLOW_BEFORE": "1"} if slowed == BEFORE else {}
     command = scene.recipe.command("ddp_launch", *nproc("ddp_launch"), *options, *most)
     process = scene.recipe.start(*command, env={**scene.env, **env})
@@ -416,7 +426,7 @@ def test_a_slow_rank(
     if not sleeps:
         newest = wait_for(lambda: sorted(scene.folder.glob("snapshots/step_*.pt")))[-1]
         start_s, before = time.monotonic(), int(newest.name[5:13])
-        half_a_core(ranks_of(process.pid)[1])
+        quarter(ranks_of(process.pid)[1])
     assert process.stdout
     said = next((line.strip() for line in process.stdout if "computes" in line), "")
     elapsed_s = time.monotonic() - start_s
