@@ -129,7 +129,7 @@ format: $(INSTALLED_DEV) ## Format the code and fix what the linter can fix
 
 test: need-suite $(INSTALLED_DEV) ## Run the tests (minutes), or those of SUITE=slow, slurm, image, faults or soak
 	@case "$(SUITE)" in \
-	"") $(PYTHON) -m pytest $(ARGS) ;; \
+	"") $(PYTHON) -m pytest -n logical --maxprocesses 2 --dist loadfile $(ARGS) ;; \
 	slow) $(PYTHON) -m pytest -m "slow and not slurm and not image and not all_faults" $(ARGS) ;; \
 	slurm) $(PYTHON) -m pytest -m slurm tests/doors/slurm $(ARGS) ;; \
 	image) $(PYTHON) -m pytest -m image tests/doors/image $(ARGS) ;; \

@@ -24,7 +24,10 @@ settings.load_profile("any speed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With TESTS_SEED=N, run the tests in an order drawn from N: no test may need another one."""
+    """With TESTS_SEED=N, run the tests in an order drawn from N: no test may need another one.
+
+    In one process (`-n 0`), because several share out the tests file by file.
+    """
     if seed := os.environ.get("TESTS_SEED"):
         print(f"the order of the tests: TESTS_SEED={seed}")
         random.Random(seed).shuffle(items)
