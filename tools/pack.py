@@ -58,7 +58,7 @@ WINDOW = 512
 """Images that are in memory at once."""
 
 MOST_CLASSES = 1_000_000
-"""A larger number is no class but an identifier: ImageNet has 02119789."""
+"""A class number from here on is taken for an identifier: ImageNet has 02119789."""
 
 RECORD = np.dtype([("shard", "i4"), ("offset", "i8"), ("size", "u4"), ("crc32", "u4")])
 """What the index says of an image, as `common.data.packed` describes it."""

@@ -373,7 +373,7 @@ def test_a_rank_is_killed_and_restarted(
 
 @pytest.fixture
 def quarter() -> Iterator[Callable[[int], object]]:
-    """Leaves a process a quarter of the time for which it has computed, however busy the cores."""
+    """Limits a process to a quarter of the CPU time that it takes now, however busy the cores."""
     need_root()
     old = Path("/sys/fs/cgroup/cpu")  # cgroup v1
     group = (old if old.is_dir() else old.parent) / f"slow_{os.getpid()}"
@@ -416,7 +416,7 @@ BEFORE = "by a sleep before the optimizer's step"
 def test_a_slow_rank(
     scene: Scene, rows: list[dict[str, Any]], quarter: Callable[[int], object], slowed: str
 ) -> None:
-    """It sleeps for 0.14 s in each step; or it has a quarter of its CPU from its tenth step on.
+    """Rank 1 sleeps 0.14 s in each step, or gets a quarter of its CPU time from step 10 on.
 
     The run goes on until the rank is named.
     """

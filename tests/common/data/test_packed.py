@@ -39,6 +39,12 @@ MIB = 2**20
 CLASSES = ("daisy", "rose", "tulip")
 
 
+def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
+
+
 def photos(root: Path, per_class: int = 10) -> Path:
     """Photos in three classes, all different, one of them a PNG, one with a strange name."""
     for label, name in enumerate(CLASSES):
@@ -204,9 +210,7 @@ def test_files_of_any_kind_in_tar_files_are_read_by_index(
                 np.save(stored, arrays[number])
                 note = b"[7]" if number % 2 else b'{"caption": "a note"}'
                 for suffix, content in ((".npy", stored.getvalue()), (".json", note)):
-                    member = tarfile.TarInfo(f"{number:04d}{suffix}")
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
+                    add(tar, f"{number:04d}{suffix}", content)
     assert tool.main([str(tmp_path), "--suffix", ".npy"]) == 0
     assert "indexed 40 .npy files in 2 tar files" in capsys.readouterr().out
     assert tool.main([str(tmp_path), "--verify"]) == 0
@@ -239,9 +243,7 @@ def test_classes_of_files_of_any_kind_are_those_that_were_given(
         for number in range(13 if without else 12):
             for suffix, content in ((".npy", b"-"), (".cls", f"{300 * number}".encode())):
                 if suffix == ".npy" or number != without or not without:
-                    member = tarfile.TarInfo(f"{number:04d}{suffix}")
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
+                    add(tar, f"{number:04d}{suffix}", content)
     status = tool.main([str(tmp_path), "--suffix", ".npy"])
     if without:
         assert status == 2
@@ -258,10 +260,8 @@ def test_an_identifier_is_no_number_of_a_class(tmp_path: Path) -> None:
     image = io.BytesIO()
     Image.new("RGB", (8, 8)).save(image, "PNG")
     with tarfile.open(tmp_path / "0.tar", "w") as tar:
-        for suffix, content in ((".png", image.getvalue()), (".cls", b"02119789")):
-            member = tarfile.TarInfo(f"0{suffix}")
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
+        add(tar, "0.png", image.getvalue())
+        add(tar, "0.cls", b"02119789")
     with pytest.raises(InputError, match="the class 2119789 would make 2,119,790 classes"):
         tool.index(tmp_path)
 
@@ -270,9 +270,7 @@ def test_classes_that_are_not_all_numbers_are_in_the_order_of_texts(tmp_path: Pa
     with tarfile.open(tmp_path / "0.tar", "w") as tar:
         for number, name in enumerate((b"rose", b"9", b"10")):
             for suffix, content in ((".npy", b"-"), (".cls", name)):
-                member = tarfile.TarInfo(f"{number}{suffix}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+                add(tar, f"{number}{suffix}", content)
     tool.index(tmp_path, ".npy")
     assert Pack(tmp_path, check=True).listing.class_names == ["10", "9", "rose"]
 
