@@ -8,6 +8,8 @@ from common.group.collectives import agreed, broadcast
 
 Options = dict[str, Any]
 """Values by name, as in config.json."""
+CONTENTS = ", contents "
+"""In a fingerprint of photos, between the hashes of their paths and of their bytes."""
 
 
 def decisive(options: Options, config: Any) -> Options:
@@ -31,7 +33,19 @@ def decisive(options: Options, config: Any) -> Options:
 def differences(theirs: Options, ours: Options) -> dict[str, tuple[Any, Any]]:
     """Each name whose values differ, with both values; None stands for a missing one."""
     pairs = {name: (theirs.get(name), ours.get(name)) for name in {**theirs, **ours}}
-    return {name: (there, here) for name, (there, here) in pairs.items() if there != here}
+    found = {name: (there, here) for name, (there, here) in pairs.items() if there != here}
+    if "data_fingerprint" in found and same_data(*found["data_fingerprint"]):
+        del found["data_fingerprint"]
+    return found
+
+
+def same_data(one: Any, two: Any) -> bool:
+    """Whether two fingerprints of data say nothing against their being the same.
+
+    A run of before images were read for the fingerprint recorded only the part before `CONTENTS`.
+    """
+    (one, _, here), (two, _, there) = str(one).partition(CONTENTS), str(two).partition(CONTENTS)
+    return bool(one == two and (here == there or not here or not there))
 
 
 def refuse_another_run(theirs: Options, ours: Options, what: str, more: str = "") -> None:

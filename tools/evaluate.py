@@ -32,6 +32,7 @@ from common.data.packed import INDEX
 from common.data.stream import FixedBatches, Samples, eval_batch_size
 from common.data.workers import choose_num_workers
 from common.errors import InputError, TrainingError
+from common.fingerprint import fingerprint
 from common.group.collectives import agreed
 from common.group.devices import choose_device
 from common.group.process_group import process_group
@@ -40,11 +41,13 @@ from common.launch.capacity import refuse_more_than_fit
 from common.launch.process import run_rank
 from common.launch.ranks import Ranks, resolve
 from common.launch.start import LaunchOptions, launch
+from common.machine import describe_machine
 from common.parse import given_path
 from common.reading import refuse_closed
 from common.run.begin import device_in_words
 from common.run.options import RunOptions
 from common.seeds import set_determinism
+from common.stack import running_versions
 from common.terminal import set_up_logs
 from common.training.evaluation import evaluate, score_classes
 from common.weights import weights_sha256
@@ -61,7 +64,7 @@ def held_out(run: Trained, options: DataOptions, ranks: Ranks) -> Data:
     """
     data = load_data(options, run.options(RunOptions).seed, ranks)
     with agreed():
-        if data.fingerprint != run.fingerprint:
+        if not run.trained_on(data):
             where = f" in {options.data_path}" if options.data_path else ""
             raise InputError(
                 f"--data {options.data}{where} is not the data that {run.folder} was trained on "
@@ -180,6 +183,10 @@ def evaluate_run(given: argparse.Namespace, run: Trained, recipe: Any, ranks: Ra
     recorded = {name: run.summary.get(name) for name in result}
     if not ranks.is_main:
         return
+    compared = ""
+    if own and given.weights is None:
+        same = result == recorded or same_machine(run.manifest, device)
+        compared = verdict(result, recorded, same_machine=same)
     if given.json:
         sha = weights_sha256(model.state_dict())
         text = json.dumps({**result, "held_out": own, "weights_sha256": sha}, allow_nan=False)
@@ -188,15 +195,32 @@ def evaluate_run(given: argparse.Namespace, run: Trained, recipe: Any, ranks: Ra
         where = f"world_size {ranks.world_size}, device {device_in_words(given.device, device)}"
         lines = [f"{found.total} {what}, {where}", ""]
         lines += [f"  {name:<12}  {value}" for name, value in result.items()]
-        if own and given.weights is None:
-            lines += ["", verdict(result, recorded)]
-        text = "\n".join(lines)
+        text = "\n".join([*lines, "", compared] if compared else lines)
     with printing():
         print(text, flush=True)
 
 
-def verdict(result: dict[str, Any], recorded: dict[str, Any]) -> str:
+def same_machine(manifest: dict[str, Any], device: torch.device) -> bool:
+    """Whether this machine and its libraries are those of a run, which had only one machine.
+
+    Args:
+        manifest: of the run.
+        device: that this process computes on.
+    """
+    now = {**describe_machine(), "fingerprint": fingerprint(device)}
+    names = ["fingerprint", "cpu", "gpu", *running_versions()]
+    hosts = manifest.get("hosts")  # of several, only the first one's fingerprint is recorded
+    one_host = isinstance(hosts, list) and len(hosts) == 1
+    return one_host and all(manifest.get(name) == now[name] for name in names)
+
+
+def verdict(result: dict[str, Any], recorded: dict[str, Any], *, same_machine: bool) -> str:
     """Whether the result is the one that the run wrote into its summary.
+
+    Args:
+        result: metrics by name.
+        recorded: the same in summary.json; None for one that is not there.
+        same_machine: nothing explains another result, not even in its last bits.
 
     Raises:
         TrainingError: it is another one altogether.
@@ -205,15 +229,19 @@ def verdict(result: dict[str, Any], recorded: dict[str, Any]) -> str:
         return "the same as in summary.json, to the bit"
     if lacking := [name for name, value in recorded.items() if value is None]:
         return f"summary.json has no {', '.join(lacking)} to compare with: restore it"
-    others = (f"{name} {value}" for name, value in recorded.items() if value != result[name])
+    others = ", ".join(f"{n} {value}" for n, value in recorded.items() if value != result[n])
+    if same_machine:
+        raise TrainingError(
+            f"summary.json has {others}; device, CPU and versions are the run's, which would give "
+            "the same bits: a file of the run was altered, or its data or the code"
+        )
     if not all(_near(name, recorded, result) for name in recorded):
         raise TrainingError(
-            f"summary.json has {', '.join(others)}, which differ by more than another device or "
+            f"summary.json has {others}, which differ by more than another device or "
             "version of torch explains: a file of the run was altered, or its data"
         )
     return (
-        f"summary.json has {', '.join(others)}: another device, CPU or version of torch changes "
-        "the last bits"
+        f"summary.json has {others}: another device, CPU or version of torch changes the last bits"
     )
 
 

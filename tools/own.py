@@ -85,7 +85,7 @@ def load_own(
     with agreed():
         if hasattr(recipe, "own_data"):
             data = recipe.own_data(config)
-        if data.fingerprint != run.fingerprint:
+        if not run.trained_on(data):
             raise InputError(
                 f"the data of {recipe.__name__} are not those that {run.folder} was trained on, or "
                 "have changed since: restore them"

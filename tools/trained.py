@@ -10,7 +10,9 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor, nn
 from torchvision.transforms.v2 import functional
 
+from common.data.datasets import Data
 from common.errors import InputError
+from common.identity import same_data
 from common.reading import refuse_closed
 from common.run.finished import preprocessing_sha256
 from common.run.options import RunOptions
@@ -39,8 +41,8 @@ class Trained:
     preprocessing: dict[str, Any]
     """Of images; empty for a recipe with own data or an own model."""
     summary: dict[str, Any]
-    fingerprint: str
-    """Of the data that it trained on."""
+    manifest: dict[str, Any]
+    """Of it only the data's fingerprint and the seed are checked."""
 
     @property
     def channels(self) -> int:
@@ -56,6 +58,10 @@ class Trained:
     def own_weights(self) -> Path:
         """The file of its weights."""
         return self.folder / "model.pt"
+
+    def trained_on(self, data: Data) -> bool:
+        """Whether these are the run's data, by their fingerprint."""
+        return same_data(self.manifest["data_fingerprint"], data.fingerprint)
 
     def prepared(self, image: Tensor) -> Tensor:
         """The bytes (channels, side, side) that the model sees of an RGB image (3, ...)."""
@@ -133,7 +139,7 @@ def read(folder: Path, *, own: bool = False) -> Trained:
             f"summary.json): restore it, or run the run's command again with --output-dir {folder},"
             " which writes it again"
         )
-    return Trained(folder, config, seen, summary, manifest["data_fingerprint"])
+    return Trained(folder, config, seen, summary, manifest)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

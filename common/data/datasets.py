@@ -66,8 +66,8 @@ class DataOptions(LoaderOptions):
     """Folder of the data.
     imagefolder: one sub-folder per class, or train/ and val/ with such sub-folders.
     packed: the OUT of make pack.
-    A run goes on, and is evaluated, only with images of the same paths and sizes in bytes. An image
-    that was exchanged for one of as many bytes is not noticed."""
+    A run goes on, and is evaluated, only with the same images: the paths and sizes in bytes of all
+    are compared, and the bytes of 100, evenly spread among them."""
     download: bool = may_change(False)
     """Let rank 0 download what is missing: fashion_mnist or cifar10 into --data-path;
     the flower photos, if --data-path ends in flower_photos; torchvision's file of --weights."""
@@ -104,7 +104,7 @@ class Data:
     val: Samples
     fingerprint: str
     """Changes with the data. SHA-256 over the bytes of the images and labels; imagefolder
-    and packed: over the files' relative paths and sizes."""
+    and packed: over all files' relative paths and sizes, and over the bytes of 100 of them."""
     class_names: Sequence[str] = ()
     channels: int = 0
     side: int = 0
@@ -327,7 +327,9 @@ def image_folder_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
         parts = listing.split(seed)
     if options.verify_images:
         image_folder.verify_once(files, copy, ranks)
-    return _photos(options, seed, listing, parts, partial(image_folder.ImageFiles, files))
+    with agreed():
+        sha256 = image_folder.fingerprint(listing, lambda index: files[index][0].read_bytes())
+    return _photos(options, seed, listing, sha256, parts, partial(image_folder.ImageFiles, files))
 
 
 def packed_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
@@ -339,7 +341,8 @@ def packed_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
     pack = open_on_all_ranks(root, ranks)
     with agreed():
         parts = pack.listing.split(seed)
-    data = _photos(options, seed, pack.listing, parts, partial(PackedImages, pack))
+        sha256 = image_folder.fingerprint(pack.listing, pack.read)
+    data = _photos(options, seed, pack.listing, sha256, parts, partial(PackedImages, pack))
     if options.shuffle_block:
         blocks = Blocks(pack.in_order_of_the_disk(parts[0]), options.shuffle_block)
         return replace(data, blocks=blocks)
@@ -350,6 +353,7 @@ def _photos(
     options: DataOptions,
     seed: int,
     listing: image_folder.Listing,
+    sha256: str,
     parts: tuple[NDArray[Any], ...],
     source: Callable[[Callable[[Tensor], Tensor]], Any],
 ) -> Data:
@@ -363,5 +367,5 @@ def _photos(
         for part, crop in zip(parts, (training_crop, decode.center_crop), strict=True)
     )
     held_out = Texts(listing.names.joined, listing.names.ends, parts[1])
-    names, sha256 = listing.class_names, listing.fingerprint
+    names = listing.class_names
     return Data(train, val, sha256, names, 3, side, *normal, resize, held_out=held_out)

@@ -27,6 +27,7 @@ from common.data.array_file import Texts, read_arrays, write_arrays
 from common.data.decode import SUFFIXES, decoded, is_image, verify
 from common.errors import InputError, TrainingError
 from common.group.collectives import gather, together
+from common.identity import CONTENTS
 from common.launch.ranks import Ranks
 from common.reading import changed_ns, files_below, refuse_closed
 from common.seeds import mix
@@ -44,7 +45,7 @@ class Header:
     train_count: int
     """The images before it are to train on, the others to validate on; 0: nobody has split them."""
     fingerprint: str
-    """SHA-256 over every image's relative path and size."""
+    """SHA-256 over every image's relative path and size; see also `fingerprint`."""
 
 
 @dataclass(frozen=True)
@@ -362,6 +363,25 @@ def list_once_per_host(root: Path, ranks: Ranks, index: Path | None = None) -> t
         path, token = gather((path, token))[first]
         found = together(lambda: found or _read(path, token) or list_images(root))
     return found
+
+
+def fingerprint(listing: Listing, read: Callable[[int], bytes]) -> str:
+    """The list's fingerprint, then a SHA-256 over the bytes of 100 images, evenly spread in it.
+
+    Args:
+        listing: of all images.
+        read: gives the bytes of an image.
+
+    Raises:
+        InputError: an image cannot be read.
+    """
+    count, digest = len(listing.labels), hashlib.sha256()
+    for number in range(some := min(count, 100)):
+        try:
+            digest.update(read(number * count // some))
+        except (OSError, TrainingError) as error:
+            raise InputError(f"an image cannot be read: {error}") from None
+    return f"{listing.fingerprint}{CONTENTS}{digest.hexdigest()}"
 
 
 def _close(file: Any) -> None:

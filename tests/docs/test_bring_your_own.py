@@ -783,7 +783,7 @@ def test_what_evaluate_gives_to_own_functions_is_the_config_of_the_run() -> None
     given = ["--text", "a.txt", "--output-dir", "run", "--batch-size-per-rank", "8", "--lr", "0.2"]
     config = cli.parse("own", TrainedConfig, given)[1]
     resolved = {**flatten(config), "global_batch_size": 16, "device": "cpu", "recipe": "own"}
-    run = Trained(Path("run"), json.loads(json.dumps(resolved)), {}, {}, "")
+    run = Trained(Path("run"), json.loads(json.dumps(resolved)), {}, {}, {})
     found = config_of(SimpleNamespace(Config=TrainedConfig), run)
     assert (found.own, found.optimizer) == (config.own, config.optimizer)
     assert found.run == replace(config.run, device="cpu")

@@ -465,6 +465,34 @@ def test_a_run_of_before_portable_kernels_is_read(
     assert predicted(pool, run, file)[0] == 0
 
 
+def test_images_of_the_same_names_and_sizes_are_not_the_runs_own(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """A run of before their bytes were looked at is still evaluated: nothing of them is known."""
+    root, run = flowers(tmp_path / "data", per_class=6), tmp_path / "run"
+    for jpeg in [*root.rglob("*.jpg")]:
+        Image.open(jpeg).save(jpeg.with_suffix(".bmp"))
+        jpeg.unlink()
+    words = f"--data imagefolder --data-path {root} {TINY} --image-size 16 --output-dir {run}"
+    pool.run(train, 1, "ddp_launch", words.split())
+    assert evaluated(pool, 1, run)[0] == 0
+    manifest = json.loads((run / "manifest.json").read_text())
+    paths_and_sizes, contents = manifest["data_fingerprint"].split(", contents ")
+    last = root / "tulip" / "tulip 5.bmp"
+    last.write_bytes((root / "daisy" / "daisy 0.bmp").read_bytes())
+    status, printed, said = evaluated(pool, 1, run)
+    assert (status, "val_loss" in printed) == (2, False)
+    assert "is not the data that" in said
+    with pytest.raises(InputError, match=r"of another run .*contents"):
+        pool.run(train, 1, "ddp_launch", f"{words} --max-steps 4".split())
+    shutil.copy(root / "tulip" / "tulip 4.bmp", last)
+    for older in (paths_and_sizes, f"{paths_and_sizes}, contents {contents}"):
+        (run / "manifest.json").write_text(json.dumps({**manifest, "data_fingerprint": older}))
+        assert evaluated(pool, 1, run)[0] == 0
+    (run / "manifest.json").write_text(json.dumps({**manifest, "data_fingerprint": contents}))
+    assert evaluated(pool, 1, run)[0] == 2
+
+
 def test_names_are_readable_in_the_c_locale(
     recipe: Recipe, photo_run: Path, tmp_path: Path
 ) -> None:
@@ -583,12 +611,35 @@ def test_numbers_of_samples_have_no_last_bits(changes: dict[str, Any], altered: 
         "val_correct": 214,
         "val_total": 360,
     }
-    assert evaluate.verdict(result, result) == "the same as in summary.json, to the bit"
-    if not altered:
-        assert "the last bits" in evaluate.verdict(result, {**result, **changes})
-        return
-    with pytest.raises(TrainingError, match="a file of the run was altered"):
-        evaluate.verdict(result, {**result, **changes})
+    for same in (False, True):
+        found = evaluate.verdict(result, result, same_machine=same)
+        assert found == "the same as in summary.json, to the bit"
+        if not altered and not same:
+            assert "the last bits" in evaluate.verdict(
+                result, {**result, **changes}, same_machine=same
+            )
+            continue
+        with pytest.raises(TrainingError, match="a file of the run was altered"):
+            evaluate.verdict(result, {**result, **changes}, same_machine=same)
+
+
+def test_on_the_runs_own_machine_its_bits_are_asked_for(pool: Pool, tmp_path: Path) -> None:
+    """So an altered seed, which splits the data otherwise, is no other machine's last bits."""
+    run = tmp_path / "run"
+    words = f"{TINY} --output-dir {run}"
+    pool.run(train, 1, "ddp_launch", words.split())
+    for name in ("config.json", "manifest.json"):
+        content = json.loads((run / name).read_text())
+        (run / name).write_text(json.dumps({**content, "seed": 1}))
+    status, printed, said = evaluated(pool, 1, run)
+    assert (status, "val_loss" in printed) == (1, False)
+    assert "device, CPU and versions are the run's" in said
+    manifest = json.loads((run / "manifest.json").read_text())
+    others: list[dict[str, Any]] = [{"torch": "2.9.0"}, {"fingerprint": {}}, {"hosts": ["a", "b"]}]
+    for other in others:
+        (run / "manifest.json").write_text(json.dumps({**manifest, **other}))
+        status, printed, said = evaluated(pool, 1, run)
+        assert (status, "val_loss" in printed) == (0, True), said
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # quantized tensors are deprecated

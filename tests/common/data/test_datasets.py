@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,28 @@ def test_a_changed_folder_has_another_fingerprint(tmp_path: Path) -> None:
     before = load(data="imagefolder", data_path=tmp_path).fingerprint
     photo(tmp_path / "daisy" / "one more.jpg", 5)
     assert load(data="imagefolder", data_path=tmp_path).fingerprint != before
+
+
+def test_the_bytes_of_100_images_are_in_the_fingerprint(tmp_path: Path) -> None:
+    listing, _ = list_images(flowers(tmp_path))
+    read: list[int] = []
+
+    def byte(index: int) -> bytes:
+        read.append(index)
+        return b"1" if index == changed else b"0"
+
+    changed = -1
+    first = image_folder.fingerprint(listing, byte)
+    assert first.startswith(f"{listing.fingerprint}, contents ")
+    assert read == list(range(20)), "all, if there are few"
+    for index in range(20):
+        changed = index
+        assert image_folder.fingerprint(listing, byte) != first
+    read.clear()
+    many = replace(listing, labels=np.zeros(1_234_567, np.int32))
+    image_folder.fingerprint(many, byte)
+    assert (len(read), read[0]) == (100, 0)
+    assert set(np.diff(read).tolist()) == {12345, 12346}
 
 
 def test_greyscale_palette_and_transparent_images_are_read(tmp_path: Path) -> None:

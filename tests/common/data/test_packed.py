@@ -368,14 +368,16 @@ def test_damage_is_named_before_training(own: Path, fault: str) -> None:
 
 def test_a_damaged_image_is_named_when_it_is_read_and_by_verify(own: Path) -> None:
     index = 17
+    data = load(data="packed", data_path=own, image_size=16)
     tar = flip_image(own, index)
     said = f"{re.escape(str(tar))}: sample 17 \\(rose/\\S+\\) is damaged"
-    data = load(data="packed", data_path=own, image_size=16)
     with pytest.raises(TrainingError, match=said):
         data.train.source[index]
     with pytest.raises(InputError, match=said):
         tool.verify(own)
     assert isinstance(data.train.source[16][1], int)
+    with pytest.raises(InputError, match=said):
+        load(data="packed", data_path=own)  # it is one of the images in the fingerprint
 
 
 def test_a_pack_of_bad_images_is_refused_with_their_number(folder: Path, tmp_path: Path) -> None:

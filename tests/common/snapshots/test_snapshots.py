@@ -109,6 +109,19 @@ def find_by_rank(ranks: Ranks, folder: Path) -> None:
     snapshot_files.find("auto", folder, {"data_fingerprint": f"of host {ranks.rank}"})
 
 
+def test_a_snapshot_of_before_images_were_read_is_resumed(tmp_path: Path) -> None:
+    """It knows only their paths and sizes, which must be the same."""
+    older, newer = "paths", "paths, contents a"
+    snapshot_files.write(tmp_path, 1, content(1, identity={**IDENTITY, "data_fingerprint": older}))
+    assert found(tmp_path, data_fingerprint=newer)["step"] == 1
+    with pytest.raises(InputError, match="of another run"):
+        found(tmp_path, data_fingerprint="others, contents a")
+    snapshot_files.write(tmp_path, 2, content(2, identity={**IDENTITY, "data_fingerprint": newer}))
+    assert found(tmp_path, data_fingerprint=newer)["step"] == 2
+    with pytest.raises(InputError, match="of another run"):
+        found(tmp_path, data_fingerprint="paths, contents b")
+
+
 def test_never_does_not_write_over(tmp_path: Path) -> None:
     assert found(tmp_path, resume="never") is None
     snapshot_files.write(tmp_path, 1, content(1))
