@@ -120,7 +120,8 @@ _TABLE = {
     ),
     r"CUDA out of memory|Cuda failure.*out of memory|Failed to CUDA|can't allocate memory|"
     r"Cannot allocate memory|MemoryError": (
-        "out of memory: try half the --global-batch-size, --precision bf16, or fewer --num-workers"
+        "out of memory: try half the --global-batch-size, a smaller --image-size, --precision "
+        "bf16, or fewer --num-workers"
     ),
     NO_THREAD: (
         "this container or user may start no more processes and threads: give it a larger "

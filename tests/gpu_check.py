@@ -12,7 +12,9 @@ to try the script itself.
 import argparse
 import json
 import math
+import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,7 +36,7 @@ from recipes.fsdp.parallel import ParallelOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = Path(__file__).parent / "results" / "gpu_check.json"
-
+RUNNING: set[subprocess.Popen[str]] = set()
 
 RECORDED = """
 import sys, torch, torch.distributed as dist
@@ -75,12 +77,24 @@ def start(folder: Path, name: str, *options: str) -> str:
 
 def finished(command: list[str]) -> str:
     """What a command printed; RuntimeError where it failed."""
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=420)
-    if done.returncode != 0:
-        raise RuntimeError(
-            f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}"
-        )
-    return done.stdout
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdout=pipe, stderr=pipe) as process:
+        RUNNING.add(process)
+        try:
+            stdout, stderr = process.communicate(timeout=420)
+        finally:
+            process.terminate()
+            RUNNING.remove(process)
+    if process.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}: {stderr[-2000:]}")
+    return stdout
+
+
+def end(number: int, _: object) -> None:
+    """End on a signal, and what runs: ranks would go on without this process."""
+    for process in [*RUNNING]:
+        process.terminate()
+    os._exit(128 + number)
 
 
 def run(folder: Path, *options: str, name: str = "ddp_launch") -> dict[str, Any]:
@@ -149,8 +163,9 @@ def checks(device: str, folder: Path) -> dict[str, Checks]:
 
     def prices() -> dict[str, Any]:
         images: tuple[str, ...] = ("--data", "fake", "--model", "resnet50", "--epochs", "1")
-        images += ("--image-size", "128", "--device", device, "--precision", "bf16")
-        images += ("--num-workers", "8", "--max-steps", "200" if device == "cuda" else "2")
+        images += ("--device", device, "--precision", "bf16", "--num-workers", "8")
+        side, steps = ("128", "200") if device == "cuda" else ("32", "2")
+        images += ("--image-size", side, "--max-steps", steps)
         ways = {
             "default": (),
             "not deterministic": ("--no-deterministic",),
@@ -167,7 +182,7 @@ def checks(device: str, folder: Path) -> dict[str, Checks]:
         return {"holds": True, "measured": keys, "runs": found}
 
     def recipe_images_per_s() -> dict[str, Any]:
-        size = ("224", "256", "2") if device == "cuda" else ("32", "256", "1")
+        size = ("224", "256", "2") if device == "cuda" else ("32", "16", "1")
         names = ("--image-size", "--global-batch-size", "--epochs")
         options = [part for pair in zip(names, size, strict=True) for part in pair]
         options += ["--data", "fake", "--model", "resnet50", "--precision", "bf16"]
@@ -178,7 +193,7 @@ def checks(device: str, folder: Path) -> dict[str, Checks]:
             return float(long_epochs(folder / f"speed{len(more)}", *given)["samples_per_s"])
 
         plain, fast = speed(), speed("--compile") if device == "cuda" else None
-        return {"holds": True, "batch_size": 256, "images_per_s": plain, "compiled": fast}
+        return {"holds": True, "batch_size": int(size[1]), "images_per_s": plain, "compiled": fast}
 
     def fsdp_ranks() -> dict[str, Any]:
         options = ("--device", device, "--backend", "gloo", "--max-steps", "10", "--log-every", "1")
@@ -343,6 +358,7 @@ def checks(device: str, folder: Path) -> dict[str, Checks]:
 
 def main() -> int:
     """Run all checks; 0 if all hold, 1 if not, 2 without a GPU."""
+    signal.signal(signal.SIGTERM, end)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--only", nargs="+", metavar="CHECK", help="checks; or laws, speed, price")
