@@ -42,7 +42,8 @@ class RunOptions:
     """Backend of the process group. auto: nccl on GPUs, gloo on CPUs.
     With gloo, several ranks can share one GPU (untried on a GPU)."""
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    """Arithmetic of the model. bf16 and fp16 are mixed precision; fp16 uses a loss scaler."""
+    """Arithmetic of the model. bf16 and fp16 are mixed precision; fp16 uses a loss scaler.
+    On a CPU, bf16 without --no-portable is many times slower than fp32."""
     deterministic: bool = True
     """Use deterministic kernels only: the same command gives the same bits."""
     portable: bool = since(True, earlier=False)
