@@ -43,8 +43,8 @@ Where to change what. Each room and file imports only from those below it; a tes
       fits              whether a saved state is that of a model or an optimizer
       tensor_files      files of tensors and numbers only, named by their checksum
     weights             hash and saving of a state_dict
-    identity            options that decide a run's numbers; --resume of another run is refused
     manifest            what a run records of its ranks, seed and determinism
+    identity            options that decide a run's numbers; --resume of another run is refused
     machine             what is recorded of this machine, the code and the libraries
     replicas            do all ranks hold and compute the same bits?
     profile             --profile: torch's profiler over a few steps

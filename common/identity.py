@@ -1,5 +1,6 @@
 """Which options decide a run's numbers, and whether two runs have the same ones."""
 
+import re
 from dataclasses import fields
 from typing import Any, get_type_hints
 
@@ -39,13 +40,23 @@ def differences(theirs: Options, ours: Options) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-def same_data(one: Any, two: Any) -> bool:
-    """Whether two fingerprints of data say nothing against their being the same.
+def same_data(one: Any, two: Any, *, contents: bool = True) -> bool:
+    """Whether two fingerprints are of the same data, as far as both say.
 
-    A run of before images were read for the fingerprint recorded only the part before `CONTENTS`.
+    An older run's fingerprint of photos is of their paths and sizes only.
+
+    Args:
+        one: a fingerprint.
+        two: another one.
+        contents: compare what both say of the photos' bytes, too.
     """
-    (one, _, here), (two, _, there) = str(one).partition(CONTENTS), str(two).partition(CONTENTS)
-    return bool(one == two and (here == there or not here or not there))
+    (one, here), (two, there) = _parts(one), _parts(two)
+    return bool(one == two and (not contents or here == there or not here or not there))
+
+
+def _parts(fingerprint: Any) -> tuple[str, str]:
+    photos = re.fullmatch(rf"([0-9a-f]{{64}}){CONTENTS}([0-9a-f]{{64}})", str(fingerprint))
+    return (photos[1], photos[2]) if photos else (str(fingerprint), "")
 
 
 def refuse_another_run(theirs: Options, ours: Options, what: str, more: str = "") -> None:

@@ -13,6 +13,7 @@ from common import log
 from common.fingerprint import fingerprint, unlike
 from common.git import without_secrets
 from common.group.collectives import gather
+from common.identity import differences
 from common.kernels import PORTABLE
 from common.launch.process import command_line
 from common.machine import describe_machine
@@ -95,9 +96,9 @@ def continued(now: dict[str, Any], then: dict[str, Any], step: int) -> dict[str,
         log.warning("before in manifest.json is no list: what was different earlier is lost")
         before = []
     changed = {
-        name: value
-        for name, value in then.items()
-        if name not in ("command", "seed", "start") and now.get(name) != value
+        name: then[name]
+        for name in differences(then, now)
+        if name in then and name not in ("command", "seed", "start")
     }
     if changed:
         before.append({"until_step": step, **changed})

@@ -12,9 +12,7 @@ to try the script itself.
 import argparse
 import json
 import math
-import os
 import platform
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +27,7 @@ import torch
 
 from benchmarks.gpu import limits
 from common.group.devices import synchronize
+from common.launch.process import end_with_parent
 from common.reading import read_metrics
 from recipes.fsdp.memory import count
 from recipes.fsdp.model import TransformerOptions
@@ -36,7 +35,7 @@ from recipes.fsdp.parallel import ParallelOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = Path(__file__).parent / "results" / "gpu_check.json"
-RUNNING: set[subprocess.Popen[str]] = set()
+
 
 RECORDED = """
 import sys, torch, torch.distributed as dist
@@ -75,26 +74,21 @@ def start(folder: Path, name: str, *options: str) -> str:
     return finished([sys.executable, "-m", "recipes", name, *options, "--output-dir", str(folder)])
 
 
+def called(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """A command that has ended; a stop of this process ends it, too."""
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=420, preexec_fn=end_with_parent
+    )
+
+
 def finished(command: list[str]) -> str:
     """What a command printed; RuntimeError where it failed."""
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, text=True, stdout=pipe, stderr=pipe) as process:
-        RUNNING.add(process)
-        try:
-            stdout, stderr = process.communicate(timeout=420)
-        finally:
-            process.terminate()
-            RUNNING.remove(process)
-    if process.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}: {stderr[-2000:]}")
-    return stdout
-
-
-def end(number: int, _: object) -> None:
-    """End on a signal, and what runs: ranks would go on without this process."""
-    for process in [*RUNNING]:
-        process.terminate()
-    os._exit(128 + number)
+    done = called(command)
+    if done.returncode != 0:
+        raise RuntimeError(
+            f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}"
+        )
+    return done.stdout
 
 
 def run(folder: Path, *options: str, name: str = "ddp_launch") -> dict[str, Any]:
@@ -237,8 +231,7 @@ def checks(device: str, folder: Path) -> dict[str, Checks]:
         return {"holds": "'all_reduce', 'sizes': [[3]]" in said or device == "cpu", "says": said}
 
     def doctor() -> dict[str, Any]:
-        command = [sys.executable, "-m", "recipes", "doctor"]
-        said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=420).stdout
+        said = called([sys.executable, "-m", "recipes", "doctor"]).stdout
         name = torch.cuda.get_device_name() if device == "cuda" else "no GPU"
         return {"holds": name in said, "says": said.splitlines()}
 
@@ -359,7 +352,6 @@ def checks(device: str, folder: Path) -> dict[str, Checks]:
 
 def main() -> int:
     """Run all checks; 0 if all hold, 1 if not, 2 without a GPU."""
-    signal.signal(signal.SIGTERM, end)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--only", nargs="+", metavar="CHECK", help="checks; or laws, speed, price")

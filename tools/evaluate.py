@@ -33,7 +33,7 @@ from common.data.stream import FixedBatches, Samples, eval_batch_size
 from common.data.workers import choose_num_workers
 from common.errors import InputError, TrainingError
 from common.fingerprint import fingerprint
-from common.group.collectives import agreed
+from common.group.collectives import agreed, gather
 from common.group.devices import choose_device
 from common.group.process_group import process_group
 from common.group.rendezvous import refuse_together
@@ -63,6 +63,12 @@ def held_out(run: Trained, options: DataOptions, ranks: Ranks) -> Data:
         InputError: `options` name other data than the run's.
     """
     data = load_data(options, run.options(RunOptions).seed, ranks)
+    refuse_other_data(run, data, options)
+    return data
+
+
+def refuse_other_data(run: Trained, data: Data, options: DataOptions) -> None:
+    """Raise InputError for `data` that are not the run's. Calls a collective."""
     with agreed():
         if not run.trained_on(data):
             where = f" in {options.data_path}" if options.data_path else ""
@@ -71,7 +77,6 @@ def held_out(run: Trained, options: DataOptions, ranks: Ranks) -> Data:
                 "(data_fingerprint in manifest.json), or has changed since: restore it, or give "
                 "--data-path"
             )
-    return data
 
 
 def validation(run: Trained, data: Data) -> Samples:
@@ -129,13 +134,18 @@ def samples_of(
             options = replace(options, data="packed")
         elif options.data == "packed":
             options = replace(options, data="imagefolder")
+        options = replace(options, data_path=folder)
         try:
-            own = held_out(run, replace(options, data_path=folder), ranks)
+            data = load_data(options, run.options(RunOptions).seed, ranks)
         except InputError:
             if options.data == "packed":
                 raise
         else:
-            return validation(run, own), True
+            # Images of the run's paths and sizes are its own, some of which it was trained on.
+            own = any(gather(run.trained_on(data, contents=False)))
+            if own or options.data == "packed":
+                refuse_other_data(run, data, options)
+                return validation(run, data), True
     return photos(run, folder, ranks), False
 
 
@@ -184,9 +194,10 @@ def evaluate_run(given: argparse.Namespace, run: Trained, recipe: Any, ranks: Ra
     if not ranks.is_main:
         return
     compared = ""
-    if own and given.weights is None:
-        same = result == recorded or same_machine(run.manifest, device)
-        compared = verdict(result, recorded, same_machine=same)
+    weights = given.weights or run.own_weights
+    if own and weights.resolve() == run.own_weights.resolve():
+        exact = result != recorded and is_as_recorded(run.manifest, device, ranks)
+        compared = verdict(result, recorded, exact=exact)
     if given.json:
         sha = weights_sha256(model.state_dict())
         text = json.dumps({**result, "held_out": own, "weights_sha256": sha}, allow_nan=False)
@@ -200,27 +211,32 @@ def evaluate_run(given: argparse.Namespace, run: Trained, recipe: Any, ranks: Ra
         print(text, flush=True)
 
 
-def same_machine(manifest: dict[str, Any], device: torch.device) -> bool:
-    """Whether this machine and its libraries are those of a run, which had only one machine.
+def is_as_recorded(manifest: dict[str, Any], device: torch.device, ranks: Ranks) -> bool:
+    """Whether one machine does this evaluation, and it and its libraries are those of the run.
 
     Args:
-        manifest: of the run.
-        device: that this process computes on.
+        manifest: of the run; it describes the first host and rank.
+        device: that this rank computes on.
+        ranks: of this evaluation.
     """
     now = {**describe_machine(), "fingerprint": fingerprint(device)}
-    names = ["fingerprint", "cpu", "gpu", *running_versions()]
-    hosts = manifest.get("hosts")  # of several, only the first one's fingerprint is recorded
+    names = ["fingerprint", "cpu", "gpu", "driver", "lock_sha256", "python", *running_versions()]
+    hosts, gpus = (manifest.get(name) for name in ("hosts", "gpus"))
     one_host = isinstance(hosts, list) and len(hosts) == 1
-    return one_host and all(manifest.get(name) == now[name] for name in names)
+    one_kind = isinstance(gpus, list) and all(name == gpus[0] for name in gpus)
+    # Without a lock file, nothing is known of Pillow.
+    known = ranks.local_world_size == ranks.world_size and now["lock_sha256"] is not None
+    same = all(manifest.get(name) == now[name] for name in names)
+    return one_host and one_kind and known and same
 
 
-def verdict(result: dict[str, Any], recorded: dict[str, Any], *, same_machine: bool) -> str:
+def verdict(result: dict[str, Any], recorded: dict[str, Any], *, exact: bool) -> str:
     """Whether the result is the one that the run wrote into its summary.
 
     Args:
         result: metrics by name.
         recorded: the same in summary.json; None for one that is not there.
-        same_machine: nothing explains another result, not even in its last bits.
+        exact: the same bits are to be expected, because nothing known differs from the run.
 
     Raises:
         TrainingError: it is another one altogether.
@@ -230,10 +246,11 @@ def verdict(result: dict[str, Any], recorded: dict[str, Any], *, same_machine: b
     if lacking := [name for name, value in recorded.items() if value is None]:
         return f"summary.json has no {', '.join(lacking)} to compare with: restore it"
     others = ", ".join(f"{n} {value}" for n, value in recorded.items() if value != result[n])
-    if same_machine:
+    if exact:
         raise TrainingError(
-            f"summary.json has {others}; device, CPU and versions are the run's, which would give "
-            "the same bits: a file of the run was altered, or its data or the code"
+            f"summary.json has {others}, but the machine and all versions are the run's, which "
+            "would give the same bits: a file of the run was altered, or its data or the code; or "
+            "a loop of your own evaluates otherwise than ddp_launch's"
         )
     if not all(_near(name, recorded, result) for name in recorded):
         raise TrainingError(

@@ -247,8 +247,7 @@ def causes(result: dict[str, Any]) -> str:
 
 
 def _word(value: Any) -> str:
-    text = str(value)
-    return f"{text[:12]}..." if re.fullmatch(r"(sha256:)?[0-9a-f]{32,}", text) else text
+    return re.sub(r"\b[0-9a-f]{32,}\b", lambda sha: f"{sha[0][:12]}...", str(value))
 
 
 def forecast(run: Recorded) -> str:

@@ -42,7 +42,7 @@ class Trained:
     """Of images; empty for a recipe with own data or an own model."""
     summary: dict[str, Any]
     manifest: dict[str, Any]
-    """Of it only the data's fingerprint and the seed are checked."""
+    """Only `DATA_OF_MANIFEST` in it is checked: the data's fingerprint and the seed."""
 
     @property
     def channels(self) -> int:
@@ -59,9 +59,10 @@ class Trained:
         """The file of its weights."""
         return self.folder / "model.pt"
 
-    def trained_on(self, data: Data) -> bool:
-        """Whether these are the run's data, by their fingerprint."""
-        return same_data(self.manifest["data_fingerprint"], data.fingerprint)
+    def trained_on(self, data: Data, *, contents: bool = True) -> bool:
+        """Whether these are the run's data, by their fingerprint; see `same_data`."""
+        recorded = self.manifest["data_fingerprint"]
+        return same_data(recorded, data.fingerprint, contents=contents)
 
     def prepared(self, image: Tensor) -> Tensor:
         """The bytes (channels, side, side) that the model sees of an RGB image (3, ...)."""

@@ -66,8 +66,9 @@ class DataOptions(LoaderOptions):
     """Folder of the data.
     imagefolder: one sub-folder per class, or train/ and val/ with such sub-folders.
     packed: the OUT of make pack.
-    A run goes on, and is evaluated, only with the same images: the paths and sizes in bytes of all
-    are compared, and the bytes of 100, evenly spread among them."""
+    A run goes on, and is evaluated, only with images of the same paths and sizes in bytes. Of 100
+    images, evenly spread, the bytes are compared, too. A change in another one is not noticed if
+    its size stays."""
     download: bool = may_change(False)
     """Let rank 0 download what is missing: fashion_mnist or cifar10 into --data-path;
     the flower photos, if --data-path ends in flower_photos; torchvision's file of --weights."""
@@ -79,7 +80,8 @@ class DataOptions(LoaderOptions):
     shifted and mirrored; photos cut out, resized and mirrored."""
     data_index: Path | None = may_change(None)
     """imagefolder: keep the list of files in this file; the next run trusts it if no folder has
-    changed, and looks at no file. It does not notice a file that was overwritten in its place."""
+    changed, without asking for any file's size. It does not notice a file that was overwritten in
+    its place."""
     data_local: Path | None = may_change(None)
     """packed: copy it to this folder first, once per host, such as a job's $TMPDIR."""
     shuffle_block: int = since(0, earlier=0)

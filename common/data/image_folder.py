@@ -45,7 +45,7 @@ class Header:
     train_count: int
     """The images before it are to train on, the others to validate on; 0: nobody has split them."""
     fingerprint: str
-    """SHA-256 over every image's relative path and size; see also `fingerprint`."""
+    """SHA-256 over every image's relative path and size."""
 
 
 @dataclass(frozen=True)
@@ -377,10 +377,13 @@ def fingerprint(listing: Listing, read: Callable[[int], bytes]) -> str:
     """
     count, digest = len(listing.labels), hashlib.sha256()
     for number in range(some := min(count, 100)):
+        index = number * count // some
         try:
-            digest.update(read(number * count // some))
-        except (OSError, TrainingError) as error:
-            raise InputError(f"an image cannot be read: {error}") from None
+            digest.update(read(index))
+        except OSError as error:
+            raise InputError(f"{listing.names[index]} cannot be read: {error.strerror}") from None
+        except TrainingError as error:
+            raise InputError(f"{error}") from None
     return f"{listing.fingerprint}{CONTENTS}{digest.hexdigest()}"
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from common import log
 from common.errors import InputError, PeerError, TrainingError
+from common.identity import same_data
 from common.launch.ranks import Ranks
 from common.snapshots import snapshot_files
 from common.snapshots import state as snapshot
@@ -111,15 +112,17 @@ def find_by_rank(ranks: Ranks, folder: Path) -> None:
 
 def test_a_snapshot_of_before_images_were_read_is_resumed(tmp_path: Path) -> None:
     """It knows only their paths and sizes, which must be the same."""
-    older, newer = "paths", "paths, contents a"
+    older = "a" * 64
+    newer = f"{older}, contents {older}"
     snapshot_files.write(tmp_path, 1, content(1, identity={**IDENTITY, "data_fingerprint": older}))
     assert found(tmp_path, data_fingerprint=newer)["step"] == 1
     with pytest.raises(InputError, match="of another run"):
-        found(tmp_path, data_fingerprint="others, contents a")
+        found(tmp_path, data_fingerprint=newer.replace("a,", "b,"))
     snapshot_files.write(tmp_path, 2, content(2, identity={**IDENTITY, "data_fingerprint": newer}))
     assert found(tmp_path, data_fingerprint=newer)["step"] == 2
     with pytest.raises(InputError, match="of another run"):
-        found(tmp_path, data_fingerprint="paths, contents b")
+        found(tmp_path, data_fingerprint=f"{newer[:-1]}b")
+    assert not same_data("mine, contents 1", "mine")
 
 
 def test_never_does_not_write_over(tmp_path: Path) -> None:
