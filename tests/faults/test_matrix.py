@@ -387,11 +387,15 @@ def quarter() -> Iterator[Callable[[int], object]]:
         before_s, begun_s = computed_s(process), time.monotonic()
         time.sleep(2)
         share = (computed_s(process) - before_s) / (time.monotonic() - begun_s)
-        quota = str(max(1000, int(100_000 * share / 4)))  # of the default period, 100,000 us
+        # A short period, so that each step has a pause. In the default one of 100,000 us, an idle
+        # core takes some steps and then a long pause, which no median over the steps shows.
+        period = 20_000  # us
+        quota = max(1000, int(period * share / 4))
         if old.is_dir():
-            (group / "cpu.cfs_quota_us").write_text(quota)
+            (group / "cpu.cfs_period_us").write_text(str(period))
+            (group / "cpu.cfs_quota_us").write_text(str(quota))
         else:
-            (group / "cpu.max").write_text(quota)
+            (group / "cpu.max").write_text(f"{quota} {period}")
         (group / "cgroup.procs").write_text(str(process))
 
     yield limit
