@@ -5,10 +5,11 @@
     python -m recipes evaluate RUN --weights RUN/weights/epoch_0003.pt --nproc 1
 
 Without other data or weights, the result is the one in RUN/summary.json, to the bit and on any
-number of ranks, as long as the device, its library versions and the CPU's type are those of the
-run; else the status is 1. A folder of photos has one sub-folder per class, named as in the
-training; all its photos are evaluated. If the folder is the run's own data at another place, only
-its held-out samples are. For recipes with own data or an own model see docs/bring-your-own.md.
+number of ranks; other bits end with status 1. If the device, a library's version or the CPU's type
+is not the run's, the last bits may differ, which a message says. A folder of photos has one
+sub-folder per class, named as in the training; all its photos are evaluated. If the folder is the
+run's own data at another place, only its held-out samples are. For recipes with own data or an own
+model see docs/bring-your-own.md.
 """
 
 import argparse

@@ -468,7 +468,7 @@ def test_a_run_of_before_portable_kernels_is_read(
 def test_images_of_the_same_names_and_sizes_are_not_the_runs_own(
     pool: Pool, tmp_path: Path
 ) -> None:
-    """A run of before their bytes were looked at is still evaluated: nothing of them is known."""
+    """An older run, whose manifest says nothing of the images' bytes, is still evaluated."""
     root, run = flowers(tmp_path / "data", per_class=6), tmp_path / "run"
     for jpeg in [*root.rglob("*.jpg")]:
         Image.open(jpeg).save(jpeg.with_suffix(".bmp"))
@@ -615,14 +615,14 @@ def test_numbers_of_samples_have_no_last_bits(changes: dict[str, Any], altered: 
         "val_correct": 214,
         "val_total": 360,
     }
-    for same in (False, True):
-        found = evaluate.verdict(result, result, exact=same)
+    for exact in (False, True):
+        found = evaluate.verdict(result, result, exact=exact)
         assert found == "the same as in summary.json, to the bit"
-        if not altered and not same:
-            assert "the last bits" in evaluate.verdict(result, {**result, **changes}, exact=same)
+        if not altered and not exact:
+            assert "the last bits" in evaluate.verdict(result, {**result, **changes}, exact=exact)
             continue
         with pytest.raises(TrainingError, match="a file of the run was altered"):
-            evaluate.verdict(result, {**result, **changes}, exact=same)
+            evaluate.verdict(result, {**result, **changes}, exact=exact)
 
 
 def test_on_the_runs_own_machine_its_bits_are_asked_for(pool: Pool, tmp_path: Path) -> None:
@@ -645,8 +645,8 @@ def test_on_the_runs_own_machine_its_bits_are_asked_for(pool: Pool, tmp_path: Pa
         {"fingerprint": {}},
         {"hosts": ["a", "b"]},
         {"gpus": ["a", "b"]},
+        {"lock_sha256": "0" * 64},
     ]
-    others.append({"lock_sha256": "0" * 64})
     for other in others:
         (run / "manifest.json").write_text(json.dumps({**manifest, **other}))
         status, printed, said = evaluated(pool, 1, run)
