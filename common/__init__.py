@@ -46,7 +46,7 @@ Where to change what. Each room and file imports only from those below it; a tes
     manifest            what a run records of its ranks, seed and determinism
     identity            options that decide a run's numbers; --resume of another run is refused
     machine             what is recorded of this machine, the code and the libraries
-    replicas            do all ranks hold and compute the same bits?
+    replicas            do all ranks hold the same bits?
     profile             --profile: torch's profiler over a few steps
     throughput          speed of training and of loading; memory; how busy the GPUs are
     seeds               random generators and their states, determinism, TF32, bf16, fp16

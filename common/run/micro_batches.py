@@ -9,7 +9,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.data.stream import shards_of
 from common.errors import InputError
-from common.replicas import audit
 from common.run.loop import Loop
 from common.training.ddp import ParallelOptions, average_in_bf16, micro_batches, warm_up
 from common.training.virtual_ranks import seed_shards, use_virtual_ranks
@@ -39,7 +38,7 @@ class MicroBatches:
         self.size = options.micro_batch_size(loop.batches.batch_size_per_rank)
         if options.virtual_ranks:
             size, shards = loop.batches.global_batch_size, options.virtual_ranks
-            use_virtual_ranks(ddp, options.virtual_ranks, loop.run.options.timeout_s, options.audit)
+            use_virtual_ranks(ddp, options.virtual_ranks, loop.run.options.timeout_s)
             own = len(shards_of(*loop.run.ranks.share, shards))
             if size % shards or loop.batches.batch_size_per_rank * shards != size * own:
                 raise InputError(
@@ -56,14 +55,7 @@ class MicroBatches:
         warm_up(self.ddp, sample, self.size, self.autocast)
 
     def of(self, batch: Any) -> Iterator[Any]:
-        """The parts of this rank's batch; DDP sends gradients with the last part only.
-
-        Raises:
-            TrainingError: after the last part, if `--audit` is due: another rank computes one
-                rank's gradients otherwise than that rank.
-        """
+        """The parts of this rank's batch; DDP sends gradients with the last part only."""
         if self.options.virtual_ranks:
             seed_shards(self.ddp, self.loop.run.options.seed, self.loop.state.step)
         yield from micro_batches(self.ddp, batch, self.options.accumulate)
-        if self.options.audit:
-            self.loop.stop_if_corrupt(audit(self.ddp.module, self.autocast))
