@@ -14,7 +14,6 @@ Where to change what. Each room and file imports only from those below it; a tes
       check             --check
       folder            what a run writes: config, manifest, metrics.jsonl, summary, model.pt
       claim             which folder a run may write into; the names of its files
-      finished          whether a finished run's files are whole
       curves            TensorBoard
       history           the time of a run over all its starts: goodput
     training/           what is trained

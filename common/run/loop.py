@@ -105,7 +105,7 @@ class Loop:
             where = "auto"
         folder, look = run.before / "snapshots", folder_of_check() is not None
         found = snapshot_files.find(where, folder, self._identity, only_look=look)
-        if run.finished(self.last_step, self.data, can_resume=found is not None):
+        if run.finished(self.last_step, can_resume=found is not None):
             return False
         seed_everything(seed, run.ranks.rank)  # from here on each rank draws its own dropout
         if found:

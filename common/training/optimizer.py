@@ -10,7 +10,7 @@ from torch import nn
 
 from common import log
 from common.errors import InputError
-from common.option_rules import may_change, refuse_below, since
+from common.option_rules import may_change, refuse_below
 
 STEPS_PER_EPOCH = 10
 """The default batch is small enough for so many steps per epoch; a run with fewer warns."""
@@ -42,9 +42,7 @@ class ScheduleOptions:
     A global batch of 5,000 or more needs --warmup-epochs with it."""
     warmup_epochs: float = 0.0
     """Time over which the learning rate rises linearly from 0 [epochs]."""
-    lr_schedule: Literal["cosine", "cosine-by-epoch", "constant"] = since(
-        "cosine", earlier="cosine"
-    )
+    lr_schedule: Literal["cosine", "cosine-by-epoch", "constant"] = "cosine"
     """Learning rate after the warm-up. cosine: falls at every step; cosine-by-epoch: after each
     epoch, as in many tutorials; constant: stays."""
     lrf: float = 0.01

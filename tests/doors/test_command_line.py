@@ -650,9 +650,6 @@ REFUSED_BY_MAKE = {
     "evaluate ARGS=--json": "no run given: make evaluate RUN=runs/",
     "reproduce": "no run given: make reproduce RUN=runs/",
     "test SUITE=fast": "no suite fast: SUITE is slow, slurm, image, faults or soak",
-    "test-slurm": "make test-slurm is now: make test SUITE=slurm",
-    "image-test": "make image-test is now: make test SUITE=image",
-    "soak ROUNDS=5": "make soak is now: make test SUITE=soak",
 }
 
 
