@@ -9,6 +9,7 @@ Where to change what. Each room and file imports only from those below it; a tes
       micro_batches     the parts of a rank's batch in each step of DDP
       loop              between two steps: --log-every, save, stop, resume, the best epoch
       options           --output-dir, --resume, --keep-snapshots, how long ranks wait: --timeout-s
+      plan              batch sizes, steps and rates: decided and refused once
       parts             the loaders and the model of a run
       begin             logs, determinism, the seed; the first line of a run
       check             --check
@@ -18,7 +19,7 @@ Where to change what. Each room and file imports only from those below it; a tes
       history           the time of a run over all its starts: goodput
     training/           what is trained
       models            models by name, weights to begin with, freezing
-      optimizer         optimizer, batch size, learning rate, its schedule, --clip-grad-norm
+      optimizer         options of length, batch size and rate; optimizer, --clip-grad-norm
       ddp               around DistributedDataParallel: accumulation, bf16 gradients, SyncBatchNorm
       virtual_ranks     the same bits on any number of processes
       evaluation        metrics over every validation sample once; --best-by; a loss that explodes

@@ -47,7 +47,9 @@ def averaged_gradients(ranks: Ranks) -> dict[str, Tensor]:
     data = load_data(DataOptions(), 0, ranks)
     model = build_model(ModelOptions(), data.channels, 10).double()
     ddp = DistributedDataParallel(model)
-    batches = GlobalBatches(len(data.train), 24, 0, ranks.rank, ranks.world_size)
+    batches = GlobalBatches(
+        len(data.train), [24 // ranks.world_size] * ranks.world_size, 0, ranks.rank
+    )
     images, labels = zip(*(data.train[key] for key in next(iter(batches))), strict=True)
     logits = ddp(torch.stack(images).double())
     nn.functional.cross_entropy(logits, torch.tensor(labels)).backward()
@@ -80,7 +82,9 @@ def step_gradients(
         return hook(group, bucket)
 
     ddp.register_comm_hook(None, count)
-    batches = GlobalBatches(len(data.train), 24, 0, ranks.rank, ranks.world_size)
+    batches = GlobalBatches(
+        len(data.train), [24 // ranks.world_size] * ranks.world_size, 0, ranks.rank
+    )
     images, labels = zip(*(data.train[key] for key in next(iter(batches))), strict=True)
     truth = torch.tensor(labels)
     for part, expected in micro_batches(ddp, (torch.stack(images).to(dtype), truth), accumulate):
@@ -134,7 +138,8 @@ def evaluated(ranks: Ranks) -> tuple[Evaluation, bool]:
         for buffer in model.buffers():
             buffer.add_(1)
     data = load_data(DataOptions(), 0, ranks)
-    _, _, loader = rank_loaders(data, DataOptions(), 24, 0, ranks.share, CPU, torch.float32, Path())
+    sizes = [24 // ranks.world_size] * ranks.world_size
+    _, loader = rank_loaders(data, DataOptions(), sizes, 0, ranks.rank, CPU, torch.float32, Path())
     result = evaluate(model, loader, len(data.val))
     return result, all(module.training for module in model.modules())
 

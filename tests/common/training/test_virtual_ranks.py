@@ -19,10 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from common.data.stream import shards_of, whole_share
 from common.errors import InputError
 from common.launch.ranks import Ranks
-from common.run import parts
 from common.training import virtual_ranks
 from common.training.virtual_ranks import Tree, add, subtrees, use_virtual_ranks
-from recipes.ddp_launch import train as ddp_launch
 from tests.helpers.commands import INJECTED, Recipe, Result, wait_for
 from tests.helpers.pool import PATIENCE_S, Pool, in_group
 from tests.helpers.training import run_training, train_model, training
@@ -314,21 +312,6 @@ def test_unequal_shares_have_no_batch_size_per_rank(pool: Pool, tmp_path: Path) 
             optimizer={"batch_size_per_rank": 32},
             parallel={"virtual_ranks": 8},
         )
-
-
-def with_loaders_that_know_no_shards(ranks: Ranks, folder: Path, options: Any) -> None:
-    def make(*args: Any, shards: int, **more: Any) -> Any:
-        return parts.make_loaders(*args, **more)
-
-    with patch.object(ddp_launch, "make_loaders", make):
-        run_training(ranks, folder, options)
-
-
-def test_a_recipe_whose_loaders_know_no_shards_is_told(pool: Pool, tmp_path: Path) -> None:
-    """One of one's own, that was written before: equal slices would be other shards."""
-    options = {"optimizer": {"global_batch_size": 48}, "parallel": {"virtual_ranks": 4}}
-    with pytest.raises(InputError, match=r"4 on 3 processes needs make_loaders\(\.\.\., shards="):
-        pool.run(with_loaders_that_know_no_shards, 3, tmp_path / "run", options)
 
 
 RESNET = (
