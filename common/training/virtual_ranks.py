@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_map_only
 from common import log
 from common.data.stream import shards_of, whole_share
 from common.errors import InputError
-from common.group.process_group import gloo_does_not_disturb
+from common.group.process_group import making_groups
 from common.replicas import fingerprint
 from common.seeds import rng_state, seed_torch, set_rng_state
 from common.training.ddp import chunks
@@ -127,7 +127,7 @@ class Tree:
         self._under_way: list[Iterator[None]] = []
         self.sent: dict[Tensor, Tensor] | None = None  # fingerprints of gradients, in an audit
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-        with gloo_does_not_disturb(dist.get_backend()):
+        with making_groups("the groups of --virtual-ranks"):
             self._messages = self._connect(timeout)
 
     def shards_of(self, rank: int) -> range:
