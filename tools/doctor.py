@@ -157,6 +157,9 @@ def devices(where: Where) -> Iterator[Finding]:
             "container settings)"
         )
         yield Finding("warning", f"no peer access between GPUs {', '.join(apart)}", fix)
+    if len(sound) > 1:
+        ways = os.environ.get("NCCL_ALGO", "not by NVLS or CollNet, if --deterministic")
+        yield Finding("ok", f"NCCL adds between GPUs: {ways} (NCCL_ALGO)")
 
 
 def bits(where: Where) -> Iterator[Finding]:
