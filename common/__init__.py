@@ -55,12 +55,11 @@ Where to change what. Each room and file imports only from those below it; a tes
     fingerprint         small operations that show whether two machines compute the same bits
     group/              the ranks together
       process_group     joined by all ranks
-      rendezvous        how the ranks find each other, or hear why they cannot
+      rendezvous        how the ranks find each other, or hear why they cannot; who is missing
       stop              all ranks stop after the same step
       clocks            how far the clocks of two hosts are apart
       collectives       what ranks tell each other besides gradients; errors on which all agree
       devices           which GPU or CPU; gloo or nccl
-      host              CPU cores and limits of this process
       interfaces        the network interface that leads to the other ranks
     terminal            what rank 0 shows: lines, tables, progress bars
     restart             --restarts, --shrink
@@ -69,9 +68,8 @@ Where to change what. Each room and file imports only from those below it; a tes
       process           being a rank: how it ends, what it forks
       report            which of several failures is shown, with which exit status
       ranks             who am I? The variables of every launcher
-      nodes             how Slurm writes its nodes
       port              the address and port on which rank 0 listens
-      capacity          how many ranks fit this machine
+      capacity          how many ranks fit this machine; the CPU cores of this process
     watch/              runs that watch themselves
       stragglers        which rank is slow
       clock             where the time goes, and advice: data, compute, waiting, saving, evaluation

@@ -31,9 +31,8 @@ from typing import NamedTuple
 
 from common import ROOT, driver, stack
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
-from common.group.host import cpu_quotas
 from common.hints import LOCKED_MEMORY_HINT, SHARED_MEMORY_HINT, hint
-from common.launch.capacity import memory_limit
+from common.launch.capacity import cpu_quotas, memory_limit
 from common.launch.process import end_with_parent
 from common.launch.ranks import Ranks, resolve
 from common.parse import given_path
@@ -158,6 +157,9 @@ def devices(where: Where) -> Iterator[Finding]:
             "container settings)"
         )
         yield Finding("warning", f"no peer access between GPUs {', '.join(apart)}", fix)
+    if len(sound) > 1:
+        ways = os.environ.get("NCCL_ALGO", "not by NVLS or CollNet, if --deterministic")
+        yield Finding("ok", f"NCCL adds between GPUs: {ways} (NCCL_ALGO)")
 
 
 def bits(where: Where) -> Iterator[Finding]:

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_map_only
 from common import log
 from common.data.stream import shards_of, whole_share
 from common.errors import InputError
-from common.group.process_group import gloo_does_not_disturb
+from common.group.process_group import making_groups
 from common.seeds import seed_torch
 from common.training.ddp import chunks
 
@@ -123,7 +123,7 @@ class Tree:
         self.later: dict[Tensor, list[Tensor]] = {}  # sums of a gradient that are not its first
         self._under_way: list[Iterator[None]] = []
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-        with gloo_does_not_disturb(dist.get_backend()):
+        with making_groups("the groups of --virtual-ranks"):
             self._messages = self._connect(timeout)
 
     def shards_of(self, rank: int) -> range:

@@ -92,7 +92,10 @@ def train(config: Config, ranks: Ranks) -> None:
         device = devices[-1]
     announce(NAME, config.run, ranks, device)
     dtype, _, _ = mixed_precision(config.run.precision, device)
-    with process_group(ranks, device, config.run.backend, config.run.timeout_s):
+    one_device = len(devices) < 2
+    with process_group(
+        ranks, device, config.run.backend, config.run.timeout_s, one_device=one_device
+    ):
         run = Run(NAME, config, ranks, device, *devices)
         replicas = parallel.data_parallel
         mesh, replica, data_group, stage_group = None, ranks.rank, None, None

@@ -230,7 +230,12 @@ def test_a_gpu_that_fails_does_not_hide_the_others(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
     monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: 1 not in (a, b))
-    first, failed, last = doctor.devices(where)
+    first, failed, last, nccl = doctor.devices(where)
+    assert nccl == (
+        "ok",
+        "NCCL adds between GPUs: not by NVLS or CollNet, if --deterministic (NCCL_ALGO)",
+        "",
+    )
     assert first.found == "cuda:0 GPU, 80 of 80 GiB free"
     assert last.found == "cuda:2 GPU, 80 of 80 GiB free"
     busy = "cuda:1 CUDA error: CUDA-capable device(s) is/are busy or unavailable"
