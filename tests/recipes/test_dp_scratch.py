@@ -94,9 +94,14 @@ def test_show_prints_what_each_device_holds_before_and_after(pool: Pool, tmp_pat
 def test_a_larger_batch_of_copies_brings_nothing(tmp_path: Path) -> None:
     train = digits_data(DataOptions(image_size=28), 0).train
 
+    class Batches(list[Any]):
+        keys: Any
+
     def load(size: int) -> Any:
         loaded = train.__getitems__([(0, index) for index in range(size)])
-        return SimpleNamespace(samples=256), [loaded], None
+        batches = Batches([loaded])
+        batches.keys = SimpleNamespace(samples=256)
+        return batches, None
 
     torch.manual_seed(0)
     show_diversity(dp_scratch.Replicas(initialize(torch.float32), [CPU]).copies[0], load, tmp_path)
