@@ -1,7 +1,7 @@
 """Whether all ranks hold the same bits, and whether they compute them.
 
-Replicas start with the same bits and take the same steps, so a difference is a fault: of a device,
-of memory or of a driver. It raises no error by itself.
+Replicas start with the same bits and take the same steps, so a difference is a fault: of the loop's
+code, a device, memory or a driver. It raises no error by itself.
 
 Source: Dixit et al. 2021, "Silent Data Corruptions at Scale" (arXiv 2102.11245).
 """
@@ -9,11 +9,13 @@ Source: Dixit et al. 2021, "Silent Data Corruptions at Scale" (arXiv 2102.11245)
 import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from common.group.collectives import broadcast, gather
@@ -35,24 +37,43 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def unlike_replicas(parts: Mapping[str, Any], step: int, *, buffers: bool) -> str:
-    """Compare all ranks' parameters and optimizer states; every rank calls this.
+    """Compare all ranks' parameters, optimizer states and learning rates; every rank calls this.
 
     Args:
-        parts: "model" (unwrapped) and "optimizer".
+        parts: of the training state; "model" is unwrapped.
         step: after which the ranks compare them, for the message.
-        buffers: compare the model's buffers, too. Without virtual ranks they differ by design until
+        buffers: compare the models' buffers, too. Without virtual ranks they differ by design until
             DDP sends rank 0's with the next forward pass.
 
     Returns:
         Which tensor differs and which rank is at fault; empty if nothing differs.
     """
-    model, states = parts["model"], parts["optimizer"].state
-    held: dict[str, Tensor] = dict(model.named_buffers() if buffers else ())
-    for name, parameter in model.named_parameters():
-        state = {f"{name} ({key})": value for key, value in states.get(parameter, {}).items()}
-        held |= {name: parameter, **{k: v for k, v in state.items() if isinstance(v, Tensor)}}
-    votes = enumerate(_votes(map(fingerprint, held.values())))
-    return _verdict(f"differs between ranks after step {step}", list(held), votes)
+    held: dict[str, Tensor] = {}
+    names: dict[Tensor, str] = {}
+    optimizers = {name: part for name, part in parts.items() if isinstance(part, Optimizer)}
+    for name, optimizer in optimizers.items():
+        for number, group in enumerate(optimizer.param_groups):
+            rate = torch.as_tensor(group["lr"], dtype=torch.float64)
+            held[f"the learning rate of {name}'s group {number}"] = rate
+    for of, part in parts.items():
+        if isinstance(part, nn.Module):
+            prefix = "" if of == "model" else f"{of}."
+            held |= {prefix + name: value for name, value in part.named_buffers() if buffers}
+            names |= {value: prefix + name for name, value in part.named_parameters()}
+    for value, name in names.items():
+        held[name] = value
+        for optimizer in optimizers.values():
+            state = optimizer.state.get(value, {}).items()
+            held |= {f"{name} ({key})": own for key, own in state if isinstance(own, Tensor)}
+    if not held:
+        return ""
+    mine = dict(zip(held, _numbers(map(fingerprint, held.values())), strict=True))
+    if len({*gather(sha256(repr(mine).encode()).digest())}) == 1:
+        return ""
+    theirs = gather(mine)  # rarely: after a fault
+    all_names = list(dict.fromkeys(name for each in theirs for name in each))
+    votes = enumerate(tuple(each.get(name) for name in all_names) for each in theirs)
+    return _verdict(f"differs between ranks after step {step}", all_names, votes)
 
 
 def audit(shards: Any, autocast: torch.autocast) -> str:
@@ -91,12 +112,18 @@ def audit(shards: Any, autocast: torch.autocast) -> str:
 
 def _votes(fingerprints: Iterable[Tensor]) -> list[tuple[int, ...]]:
     """Every rank's fingerprints, on every rank."""
-    first, *rest = fingerprints
-    mine = torch.stack([first, *(value.to(first.device) for value in rest)])
-    return [tuple(vote) for vote in gather(mine.tolist())]
+    return [tuple(vote) for vote in gather(_numbers(fingerprints))]
 
 
-def _verdict(what: str, names: Sequence[str], votes: Iterable[tuple[int, tuple[int, ...]]]) -> str:
+def _numbers(fingerprints: Iterable[Tensor]) -> list[int]:
+    """The values of tensors (), most of them on one device, with one copy."""
+    found = list(fingerprints)
+    device = found[-1].device
+    numbers: list[int] = torch.stack([value.to(device) for value in found]).tolist()
+    return numbers
+
+
+def _verdict(what: str, names: Sequence[str], votes: Iterable[tuple[int, tuple[Any, ...]]]) -> str:
     """The first tensor that differs and the ranks at fault; empty if all votes are equal.
 
     A rank is at fault if its vote is not that of the majority, which needs two ranks or more.

@@ -155,7 +155,7 @@ class Run:
         with agreed():
             if self.ranks.is_main and (self.before / "summary.json").exists():
                 summary = read_json(self.before / "summary.json", "steps")
-                more = summary["steps"] < last_step
+                more = summary["steps"] < last_step != summary.get("planned_steps")
                 records = ("config.json", "manifest.json", *_records(data, self._values))
                 lost = "" if more else lost_file(self.before, summary, records)
                 missing = f"{lost} is gone or damaged" if lost else "its snapshots are gone"
@@ -287,12 +287,16 @@ class Run:
                 "--output-dir"
             )
 
-    def finish(self, state_dict: dict[str, Tensor], *, all_epochs: bool, **summary: Any) -> None:
+    def finish(
+        self, state_dict: dict[str, Tensor], *, all_epochs: bool, early: str, **summary: Any
+    ) -> None:
         """Write model.pt and summary.json and print the table, on rank 0.
 
-        After all epochs, not only `--max-steps`, older snapshots are removed.
+        After all epochs, not only `--max-steps`, older snapshots are removed. `early`: after which
+        epoch, if more were planned.
         """
         if not self.ranks.is_main:
+            run_status.say(run_status.FINISHED)
             return
         weights = {name: value.detach().cpu() for name, value in state_dict.items()}
         save_weights(weights, self.folder / "model.pt")
@@ -307,7 +311,7 @@ class Run:
             **self._hashes,
         }
         write_json(self.folder / "summary.json", content)
-        run_status.say(run_status.FINISHED)
+        run_status.say(run_status.FINISHED, **({"finished_early": early} if early else {}))
         if all_epochs:  # else more steps may follow
             keep_newest(self.snapshots, self.options.keep_snapshots or 1)
         self._close_curves()

@@ -30,6 +30,7 @@ from common.profile import SETTLE, Profile
 from common.replicas import unlike_replicas
 from common.run.check import end_check, folder_of_check
 from common.run.folder import Run
+from common.run.optimizer_steps import OptimizerSteps
 from common.seeds import seed_everything
 from common.snapshots import snapshot_files
 from common.snapshots import state as snapshot
@@ -44,6 +45,12 @@ from common.watch.clock import KINDS, advice, by_kind, shares
 from common.watch.stragglers import ComputeTime
 from common.weights import save_weights, weights_sha256
 
+OF_THE_CODE = (
+    "look at the code first: model() in place of ddp(), no_sync, a parameter unfrozen or replaced "
+    "after DDP was made, a learning rate of its own, a step that a rank left out"
+)
+"""Why replicas differ that were equal at the start."""
+
 
 class Loop:
     """The state of a run between two steps. Every rank has a Loop and makes the same calls.
@@ -52,8 +59,8 @@ class Loop:
     snapshot (`--snapshot-every`). After an epoch's last step: write a snapshot, evaluate, log, stop
     if any rank was asked to, begin the next epoch.
 
-    `mesh` is that of `TrainingState`. Every `check_replicas` steps (0: never), and then before each
-    snapshot too, the ranks compare their replicas of the model and the optimizer.
+    `mesh` is that of `TrainingState`. Without one, the ranks compare their models and optimizers
+    after the first step, before each snapshot and at the end.
     """
 
     def __init__(
@@ -64,7 +71,6 @@ class Loop:
         data: Data,
         *,
         mesh: DeviceMesh | None = None,
-        check_replicas: int = 0,
     ) -> None:
         self.run, self.options, self.batches, self.data = run, options, batches, data
         run.resolve(lr=float(options.lr))  # a snapshot holds plain numbers
@@ -79,9 +85,7 @@ class Loop:
         short = run.options.log_every > self.last_step  # ten points make a curve
         self.log_every = max(1, self.last_step // 10) if short else run.options.log_every
         self._identity = run.identity(batches.global_batch_size, data)
-        self._mesh, self._check_every = mesh, check_replicas
-        if check_replicas and run.ranks.world_size == 1:
-            log.warning("--check-replicas has nothing to compare: there is one rank")
+        self._mesh, self._evaluated_step = mesh, -1
         warn_of_unknown_metric(run.options.best_by, len(data.class_names))
         # Torch only warns: a loss of (samples, 1) and (samples,) compares all pairs.
         warnings.filterwarnings("error", message="Using a target size")
@@ -136,12 +140,14 @@ class Loop:
         self._stop, self._speed = StopAgreement(devices, leave=self._leave), Throughput(devices)
         if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is ignored
             signal.signal(signal.SIGINT, self._interrupt)
+        self._begun_at = self.state.batch
         self._progress = progress_bar(self.last_step, self.state.step, main=self.run.ranks.is_main)
         self._trace.before(self.state.step + 1)
         run, begun, per_epoch = self.run, self.state.step + 1, self.batches.steps_per_epoch
         end_of_epoch = -(-(begun + SETTLE) // per_epoch) * per_epoch
         steps = begun, min(end_of_epoch, self.last_step)
         parts = self.state.parts
+        self._updates = OptimizerSteps(parts, ddp, whole=self._mesh is None)
         self._profile = Profile(run.options.profile, steps, self.clock, run.folder, parts)
         first, end = self.state.epoch, -(-self.last_step // self.batches.steps_per_epoch)
         return range(first, max(end, first + 1))  # perhaps only the last evaluation is missing
@@ -167,14 +173,17 @@ class Loop:
 
         Raises:
             TrainingError: a loss is not finite, on any rank; raised on every rank. Or the losses
-                are neither one per sample nor a mean.
+                are neither one per sample nor a mean. Or the loop's calls do not fit the plan, or
+                the ranks do not train the model.
             StopRequested: a signal came; the state is saved.
         """
+        self._refuse_step()
         self._trace.after(self.state.step + 1, self.run.folder / "trace")
         self.clock.end_step()
         self._profile.after(self.state.step + 1)
         run, state, lr = self.run, self.state, self.lr
         begun = self._resumed_from or 0
+        first = self._updates.after(state.step + 1, begins_epoch=not state.batch)
         refuse_other_losses(losses, self.batches.batch_size_per_rank, even=self.batches.even)
         if state.step == begun:
             warn_of_means(losses)
@@ -184,6 +193,8 @@ class Loop:
         state.loss_sum = state.loss_sum + losses.double()
         state.batch += 1
         state.step += 1
+        if first:
+            self._compare_replicas()
         self._speed.add(self.batches.global_batch_size)
         if run.ranks.is_main and (cost := restart.record(run.folder, state.step, begun)):
             log.info(cost)
@@ -205,8 +216,6 @@ class Loop:
             self._show_slow_ranks(compute_s, **speed)
         every = run.options.snapshot_every
         saves = every > 0 and state.step % every == 0
-        if self._check_every and state.step % self._check_every == 0 and not saves:
-            self._check_replicas()  # before a snapshot, save() does
         if self._stop.after(state.step):
             self._leave()
         if saves:
@@ -248,27 +257,56 @@ class Loop:
     def save(self) -> None:
         """Write a snapshot of this step, unless there is one; pause the measurement of speed."""
         self.clock.turn_to("save")
-        if self._check_every and self.state.saved_step != self.state.step:
-            self._check_replicas()
+        if self.state.saved_step != self.state.step:
+            self._compare_replicas()
         self._speed.pause()
         self.state.metrics_bytes, self.state.metrics_sha256 = self.run.metrics_so_far()
         self.state.history = self.run.history.until_now(by_kind(self.clock.seconds()))
         self.state.save(self.run.snapshots, self._identity, self.run.options.snapshots_on_the_way)
         self.clock.turn_to("evaluate")  # if an epoch has ended
 
-    def _check_replicas(self) -> None:
-        buffers = bool(self._identity.get("virtual_ranks"))
-        self.stop_if_corrupt(unlike_replicas(self.state.parts, self.state.step, buffers=buffers))
+    def _compare_replicas(self) -> None:
+        if self._mesh is None and self.run.ranks.world_size > 1:
+            buffers = bool(self._identity.get("virtual_ranks"))
+            found = unlike_replicas(self.state.parts, self.state.step, buffers=buffers)
+            self.stop_if_corrupt(found, f"{OF_THE_CODE}, then its device, memory or driver")
 
-    def stop_if_corrupt(self, difference: str) -> None:
+    def stop_if_corrupt(self, difference: str, why: str = "its device, memory or driver") -> None:
         """Raise TrainingError if the ranks found a `difference`; every rank calls this."""
         if difference:
             self.state.wait()
             raise TrainingError(
-                f"{difference} (its device, memory or driver): run the same command to resume, on "
-                "another device if this happens again; last good snapshot: "
+                f"{difference} ({why}): run the same command to resume, on another device if this "
+                "happens again; last good snapshot: "
                 f"{snapshot_files.newest_name(self.run.snapshots)}"
             )
+
+    def _refuse_step(self) -> None:
+        """Raise TrainingError unless the plan has a step here, of the batch that comes next."""
+        if not hasattr(self, "_updates"):
+            raise TrainingError(
+                "loop.after_step came too early; expected loop.resume(model=..., optimizer=...), "
+                "then `for epoch in loop.epochs(ddp)`"
+            )
+        state, batches, per_epoch = self.state, self.batches, self.batches.steps_per_epoch
+        begins = state.batch == self._begun_at
+        if state.step >= self.last_step:
+            expected = "batches.set_epoch(epoch, loop.state.batch, loop.steps_left), whose loader "
+            expected += "then ends, and after the epoch loop.after_epoch"
+        elif state.batch >= per_epoch:
+            expected = f"loop.after_epoch, after each {per_epoch} steps"
+        elif batches.epoch != state.epoch or (begins and batches.first_batch != state.batch):
+            expected = "batches.set_epoch(epoch, loop.state.batch, loop.steps_left) before it"
+        else:
+            return
+        self._refuse("after_step", expected)
+
+    def _refuse(self, call: str, expected: str) -> NoReturn:
+        state, per_epoch = self.state, self.batches.steps_per_epoch
+        raise TrainingError(
+            f"loop.{call} came after step {state.step} of {self.last_step}, which is step "
+            f"{state.batch} of {per_epoch} in epoch {state.epoch + 1}; expected {expected}"
+        )
 
     def after_epoch(self, result: Evaluation, state_dict: Callable[[], dict[str, Tensor]]) -> None:
         """Log the epoch, then move to the next one, or stop before it.
@@ -283,6 +321,15 @@ class Loop:
             StopRequested: a signal came; the state is saved.
         """
         run, state = self.run, self.state
+        if state.step == self._evaluated_step:
+            self._refuse("after_epoch", "one call per epoch")
+        if state.batch < self.batches.steps_per_epoch and self.steps_left:
+            self._refuse(
+                "after_epoch",
+                "loop.after_step after each optimizer step, of all batches; to end early, leave "
+                "the epochs after loop.after_epoch, and call loop.finish",
+            )
+        self._evaluated_step = state.step
         self.clock.turn_to("other")
         means = torch.tensor([[*result.means.values()]])
         broken = ", ".join(f"val_{name}" for name in result.not_finite)
@@ -315,20 +362,36 @@ class Loop:
             if self._stop.after(state.step, at_once=True):
                 self._leave()
             state.next_epoch()
+            self._begun_at = 0
             self.clock.begin_step()
             self._progress.set_postfix_str("", refresh=False)
         else:
             self._progress.close()
 
     def finish(self, state_dict: dict[str, Tensor], **more: Any) -> None:
-        """Write the model and the summary, to which `more` is added."""
+        """Write the model and the summary, to which `more` is added.
+
+        It may come before the last epoch: the run is then finished early.
+
+        Raises:
+            TrainingError: the last epoch is not complete, or the ranks hold other bits.
+        """
+        if self.state.step != self._evaluated_step:
+            self._refuse("finish", "loop.after_epoch before it")
+        self._compare_replicas()
         self.state.wait()
         self._profile.end()
+        epochs = -(-self.state.step // self.batches.steps_per_epoch)
+        early = f"after epoch {epochs} of {self.options.epochs}" if self.steps_left else ""
+        if early:
+            log.info(f"finished early {early}")
+            self._progress.close()
+            more = {"planned_steps": self.last_step} | more
         result, spent_s = self._result, gather_numbers(self.clock.seconds())
         for line in advice(spent_s):
             log.info(line)
         summary: dict[str, Any] = {
-            "epochs": self.state.epoch + 1,
+            "epochs": epochs,
             "steps": self.state.step,
             **self._metrics,
             **({"val_correct": result.correct} if result.correct is not None else {}),
@@ -342,7 +405,7 @@ class Loop:
         if best := self.state.best:
             summary["best"] = {k: v for k, v in best.items() if k != "weights"}
         all_epochs = self.state.step == self.options.epochs * self.batches.steps_per_epoch
-        self.run.finish(state_dict, all_epochs=all_epochs, **(summary | more))
+        self.run.finish(state_dict, all_epochs=all_epochs, early=early, **(summary | more))
         self._stop.release()  # only now: a signal shortly before the end lets the run finish
         if signal.getsignal(signal.SIGINT) == self._interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)

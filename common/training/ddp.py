@@ -38,16 +38,13 @@ class ParallelOptions:
     gradient_compression: Literal["none", "bf16"] = "none"
     """Format in which gradients are sent; the weights keep their precision.
     bf16: half the bytes, rounded to 8 bits of mantissa."""
-    check_replicas: int = may_change(0)
-    """Steps between two comparisons of all ranks' weights and optimizer state [steps]; 0: none.
-    One more comes before each snapshot. Their hash is a XOR: two equal flips in a row cancel."""
     audit: int = may_change(0)
     """Steps between two audits [steps], with --virtual-ranks; 0: none.
     All ranks compute one rank's gradients again and compare them. It takes about one step."""
 
     def __post_init__(self) -> None:
         shards = self.virtual_ranks
-        refuse_below(self, virtual_ranks=0, accumulate=1, check_replicas=0, audit=0)
+        refuse_below(self, virtual_ranks=0, accumulate=1, audit=0)
         if self.audit and not shards:
             raise ValueError(
                 "--audit needs --virtual-ranks: without it, another rank cannot compute the same "
