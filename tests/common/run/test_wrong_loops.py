@@ -5,22 +5,14 @@ trains on.
 """
 
 import re
-import sys
-from collections.abc import Mapping
-from copy import deepcopy
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
-import torch.distributed as dist
 
-from common import run_status
-from common.launch.ranks import Ranks
-from tests.helpers.commands import ROOT
 from tests.helpers.pool import Pool
+from tests.helpers.training import DDP_LAUNCH, run_changed
 
-SOURCE = (ROOT / "recipes" / "ddp_launch" / "train.py").read_text()
 PLAN = ("--epochs", "2", "--global-batch-size", "480")
 """Two epochs of two steps."""
 PARALLELISE, OPTIMIZER = "        # parallelise\n", "        # optimizer\n"
@@ -46,37 +38,14 @@ class Case(NamedTuple):
 
 def after(old: str, line: str) -> dict[str, str]:
     """The change that adds a line behind a line."""
-    (indent,) = re.findall(rf"(?m)^( *){re.escape(old.splitlines()[0].strip())}", SOURCE)
+    (indent,) = re.findall(rf"(?m)^( *){re.escape(old.splitlines()[0].strip())}", DDP_LAUNCH)
     return {old: f"{old}{'' if old.endswith(chr(10)) else chr(10) + indent}{line}"}
-
-
-def run_changed(
-    ranks: Ranks, folder: Path, changes: Mapping[str, str], options: tuple[str, ...]
-) -> str:
-    """Train as one rank; what the error says, empty without one."""
-    source = SOURCE
-    for old, new in changes.items():
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    recipe: Any = ModuleType("changed_recipe")
-    recipe.__package__, recipe.deepcopy = "recipes.ddp_launch", deepcopy
-    sys.modules["changed_recipe"] = recipe
-    exec(compile(source, "changed_recipe.py", "exec"), recipe.__dict__)
-    given = [*PLAN, *options, "--output-dir", str(folder)]
-    try:
-        recipe.train(recipe.cli.parse("ddp_launch", recipe.Config, given)[1], ranks)
-        run_status.refuse_unfinished()
-    except Exception as error:  # the test looks at its words
-        said = f"{type(error).__name__}: {error}"
-        dist.distributed_c10d._abort_process_group()  # as if this process had ended
-        return said
-    return ""
 
 
 def trained(pool: Pool, folder: Path, case: Case, ranks: int) -> list[str]:
     if case.before:
-        assert not any(pool.run(run_changed, ranks, folder, {}, case.before))
-    said: list[str] = pool.run(run_changed, ranks, folder, case.changes, case.options)
+        assert not any(pool.run(run_changed, ranks, folder, {}, (*PLAN, *case.before)))
+    said: list[str] = pool.run(run_changed, ranks, folder, case.changes, (*PLAN, *case.options))
     return said
 
 
@@ -283,7 +252,9 @@ RIGHT = {
         {"set_lr(optimizer, loop.lr)": "set_lr(optimizer, loop.lr * (loop.state.step > 1))"},
         ranks=(1,),
     ),
-    "fp16": Case({}, options=("--precision", "fp16"), ranks=(1,)),
+    "fp16": Case({}, options=("--precision", "fp16", "--optimizer", "adamw", "--lr", "0.001")),
+    "fp64": Case({}, options=("--precision", "fp64", "--momentum", "0", "--channels-last")),
+    "bf16": Case({}, options=("--precision", "bf16", "--freeze-layers")),
     "fp16 whose first updates overflow": Case(
         after(MADE, "scaler._init_scale = 2.0**40"), options=("--precision", "fp16")
     ),

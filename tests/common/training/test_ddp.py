@@ -179,7 +179,7 @@ FREE = {
         "num_workers",
         "pin_memory",
     ),
-    *("lesson", "show", "timeline", "memory_budget", "check_replicas", "audit", "profile"),
+    *("lesson", "show", "timeline", "memory_budget", "audit", "profile"),
     *("shard", "replicas", "tensor_parallel", "reshard_after_forward", "recompute", "dry_run"),
 }
 """Options that may change on resume. The identity holds the data's fingerprint and the whole batch
