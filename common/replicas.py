@@ -9,7 +9,6 @@ Source: Dixit et al. 2021, "Silent Data Corruptions at Scale" (arXiv 2102.11245)
 import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -49,31 +48,24 @@ def unlike_replicas(parts: Mapping[str, Any], step: int, *, buffers: bool) -> st
         Which tensor differs and which rank is at fault; empty if nothing differs.
     """
     held: dict[str, Tensor] = {}
-    names: dict[Tensor, str] = {}
     optimizers = {name: part for name, part in parts.items() if isinstance(part, Optimizer)}
     for name, optimizer in optimizers.items():
         for number, group in enumerate(optimizer.param_groups):
             rate = torch.as_tensor(group["lr"], dtype=torch.float64)
             held[f"the learning rate of {name}'s group {number}"] = rate
-    for of, part in parts.items():
-        if isinstance(part, nn.Module):
-            prefix = "" if of == "model" else f"{of}."
-            held |= {prefix + name: value for name, value in part.named_buffers() if buffers}
-            names |= {value: prefix + name for name, value in part.named_parameters()}
-    for value, name in names.items():
-        held[name] = value
-        for optimizer in optimizers.values():
-            state = optimizer.state.get(value, {}).items()
-            held |= {f"{name} ({key})": own for key, own in state if isinstance(own, Tensor)}
-    if not held:
-        return ""
-    mine = dict(zip(held, _numbers(map(fingerprint, held.values())), strict=True))
-    if len({*gather(sha256(repr(mine).encode()).digest())}) == 1:
-        return ""
-    theirs = gather(mine)  # rarely: after a fault
-    all_names = list(dict.fromkeys(name for each in theirs for name in each))
-    votes = enumerate(tuple(each.get(name) for name in all_names) for each in theirs)
-    return _verdict(f"differs between ranks after step {step}", all_names, votes)
+    models = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+    for of, model in models.items():
+        prefix = "" if of == "model" else f"{of}."
+        held |= {prefix + name: value for name, value in model.named_buffers() if buffers}
+        for name, value in model.named_parameters():
+            held[prefix + name] = value
+            for optimizer in optimizers.values():
+                state = optimizer.state.get(value, {}).items()
+                held |= {f"{prefix}{name} ({k})": v for k, v in state if isinstance(v, Tensor)}
+    theirs = gather({name: int(fingerprint(value)) for name, value in held.items()})
+    names = list(dict.fromkeys(name for each in theirs for name in each))
+    votes = enumerate(tuple(each.get(name) for name in names) for each in theirs)
+    return _verdict(f"differs between ranks after step {step}", names, votes)
 
 
 def audit(shards: Any, autocast: torch.autocast) -> str:
@@ -112,15 +104,7 @@ def audit(shards: Any, autocast: torch.autocast) -> str:
 
 def _votes(fingerprints: Iterable[Tensor]) -> list[tuple[int, ...]]:
     """Every rank's fingerprints, on every rank."""
-    return [tuple(vote) for vote in gather(_numbers(fingerprints))]
-
-
-def _numbers(fingerprints: Iterable[Tensor]) -> list[int]:
-    """The values of tensors (), most of them on one device, with one copy."""
-    found = list(fingerprints)
-    device = found[-1].device
-    numbers: list[int] = torch.stack([value.to(device) for value in found]).tolist()
-    return numbers
+    return gather(tuple(map(int, fingerprints)))
 
 
 def _verdict(what: str, names: Sequence[str], votes: Iterable[tuple[int, tuple[Any, ...]]]) -> str:

@@ -45,12 +45,6 @@ from common.watch.clock import KINDS, advice, by_kind, shares
 from common.watch.stragglers import ComputeTime
 from common.weights import save_weights, weights_sha256
 
-OF_THE_CODE = (
-    "look at the code first: model() in place of ddp(), no_sync, a parameter unfrozen or replaced "
-    "after DDP was made, a learning rate of its own, a step that a rank left out"
-)
-"""Why replicas differ that were equal at the start."""
-
 
 class Loop:
     """The state of a run between two steps. Every rank has a Loop and makes the same calls.
@@ -140,7 +134,6 @@ class Loop:
         self._stop, self._speed = StopAgreement(devices, leave=self._leave), Throughput(devices)
         if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is ignored
             signal.signal(signal.SIGINT, self._interrupt)
-        self._begun_at = self.state.batch
         self._progress = progress_bar(self.last_step, self.state.step, main=self.run.ranks.is_main)
         self._trace.before(self.state.step + 1)
         run, begun, per_epoch = self.run, self.state.step + 1, self.batches.steps_per_epoch
@@ -269,7 +262,9 @@ class Loop:
         if self._mesh is None and self.run.ranks.world_size > 1:
             buffers = bool(self._identity.get("virtual_ranks"))
             found = unlike_replicas(self.state.parts, self.state.step, buffers=buffers)
-            self.stop_if_corrupt(found, f"{OF_THE_CODE}, then its device, memory or driver")
+            code = "look at the code first: model() in place of ddp(), no_sync, a parameter "
+            code += "unfrozen or replaced after DDP was made, a learning rate by rank, a step that "
+            self.stop_if_corrupt(found, f"{code}a rank left out; then at device, memory, driver")
 
     def stop_if_corrupt(self, difference: str, why: str = "its device, memory or driver") -> None:
         """Raise TrainingError if the ranks found a `difference`; every rank calls this."""
@@ -283,23 +278,15 @@ class Loop:
 
     def _refuse_step(self) -> None:
         """Raise TrainingError unless the plan has a step here, of the batch that comes next."""
-        if not hasattr(self, "_updates"):
-            raise TrainingError(
-                "loop.after_step came too early; expected loop.resume(model=..., optimizer=...), "
-                "then `for epoch in loop.epochs(ddp)`"
-            )
-        state, batches, per_epoch = self.state, self.batches, self.batches.steps_per_epoch
-        begins = state.batch == self._begun_at
+        state, batches = self.state, self.batches
+        begins = state.step == (self._resumed_from or 0)
+        set_epoch = "batches.set_epoch(epoch, loop.state.batch, loop.steps_left)"
         if state.step >= self.last_step:
-            expected = "batches.set_epoch(epoch, loop.state.batch, loop.steps_left), whose loader "
-            expected += "then ends, and after the epoch loop.after_epoch"
-        elif state.batch >= per_epoch:
-            expected = f"loop.after_epoch, after each {per_epoch} steps"
-        elif batches.epoch != state.epoch or (begins and batches.first_batch != state.batch):
-            expected = "batches.set_epoch(epoch, loop.state.batch, loop.steps_left) before it"
-        else:
-            return
-        self._refuse("after_step", expected)
+            self._refuse("after_step", f"{set_epoch}, whose loader then ends, or loop.after_epoch")
+        if state.batch >= batches.steps_per_epoch:
+            self._refuse("after_step", "loop.after_epoch after each epoch's last step")
+        if batches.epoch != state.epoch or (begins and batches.first_batch != state.batch):
+            self._refuse("after_step", f"{set_epoch} before it")
 
     def _refuse(self, call: str, expected: str) -> NoReturn:
         state, per_epoch = self.state, self.batches.steps_per_epoch
@@ -324,11 +311,8 @@ class Loop:
         if state.step == self._evaluated_step:
             self._refuse("after_epoch", "one call per epoch")
         if state.batch < self.batches.steps_per_epoch and self.steps_left:
-            self._refuse(
-                "after_epoch",
-                "loop.after_step after each optimizer step, of all batches; to end early, leave "
-                "the epochs after loop.after_epoch, and call loop.finish",
-            )
+            expected = "loop.after_step for each batch; to end early, leave the epochs after "
+            self._refuse("after_epoch", f"{expected}loop.after_epoch, and call loop.finish")
         self._evaluated_step = state.step
         self.clock.turn_to("other")
         means = torch.tensor([[*result.means.values()]])
@@ -362,7 +346,6 @@ class Loop:
             if self._stop.after(state.step, at_once=True):
                 self._leave()
             state.next_epoch()
-            self._begun_at = 0
             self.clock.begin_step()
             self._progress.set_postfix_str("", refresh=False)
         else:

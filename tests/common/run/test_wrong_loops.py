@@ -106,7 +106,9 @@ WRONG = {
         {STEP: f"optimizer.zero_grad(); {STEP}"}, "no parameter had a gradient", (1,)
     ),
     "gradients set to 0": Case(
-        {STEP: f"optimizer.zero_grad(set_to_none=False); {STEP}"}, "all gradients were 0", (1,)
+        {STEP: f"optimizer.zero_grad(set_to_none=False); {STEP}"},
+        "no parameter had a gradient other than 0",
+        (1,),
     ),
     "weights that are put back": Case(
         {STEP: f"kept = deepcopy(model.state_dict()); {STEP}; model.load_state_dict(kept)"},
@@ -115,14 +117,14 @@ WRONG = {
     ),
     "an optimizer that no snapshot holds": Case(
         {RESUME: "loop.resume(model=model)"},
-        r"SGD's state of features\.0\.weight is in no snapshot.*loop\.resume\(",
+        r"features\.0\.weight \(momentum_buffer\), which SGD changes, is in no snapshot",
         (1, 2),
     ),
     "a loss with parameters that no snapshot holds": Case(
         after(MADE, "own = torch.nn.Parameter(torch.ones(3))")
         | {"loop = Loop(": "optimizer.add_param_group({'params': [own]})\n        loop = Loop("}
         | {"loss = losses[-1].sum()": "loss = own.prod() * losses[-1].sum()"},
-        r"a parameter of shape \(3,\) is in no snapshot",
+        r"a parameter of shape \(3,\), which SGD changes, is in no snapshot",
         (1,),
     ),
     "no update": Case({STEP: "pass"}, "no optimizer made an update .* step 1", (1, 2)),
@@ -167,9 +169,6 @@ WRONG = {
         PLANNED.format("after_step", 1, r"batches\.set_epoch\("),
         (1, 2),
         before=("--max-steps", "1"),
-    ),
-    "own epochs": Case(
-        {"in loop.epochs(ddp)": "in range(2)"}, r"expected loop\.resume.*loop\.epochs\(ddp\)", (1,)
     ),
     "a break out of an epoch": Case(
         after(AFTER_STEP, "break"), PLANNED.format("after_epoch", 1, "loop.after_step"), (1, 2)
