@@ -34,7 +34,8 @@ class OptimizerSteps:
     def __init__(
         self, parts: Mapping[str, Any], ddp: DistributedDataParallel | None, *, whole: bool
     ) -> None:
-        self._parts, self._ddp, self._whole = parts, ddp, whole
+        self._parts, self._whole, self._by_ddp = parts, whole, ddp is not None
+        self._may_lack = ddp is not None and ddp.find_unused_parameters
         self._known = {part for part in parts.values() if isinstance(part, Optimizer)}
         scalers = (part for part in parts.values() if isinstance(part, GradScaler))
         self._scaler = next((part for part in scalers if part.is_enabled()), None)
@@ -133,13 +134,13 @@ class OptimizerSteps:
                 f"no parameter had a gradient other than 0 in step {step}: call backward() before "
                 "optimizer.step(), and zero_grad() after it"
             )
-        elif without and not (self._ddp and self._ddp.find_unused_parameters):
+        elif without and not self._may_lack:
             said = (
                 f"{_first(without)} had no gradient in step {step}: use it for the loss, or call "
                 "requires_grad_(False) before DDP is made; if it is used in some steps, "
                 "DistributedDataParallel(..., find_unused_parameters=True)"
             )
-            if not self._ddp:
+            if not self._by_ddp:
                 log.warning(said)
                 said = ""
         elif self._before and any(rates) and not self._scaler and self._before == self._bits():

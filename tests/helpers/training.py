@@ -1,5 +1,6 @@
 """The recipe ddp_launch on the ranks of the pool."""
 
+import gc
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -46,10 +47,13 @@ def run_changed(
         run_status.refuse_unfinished()
     except Exception as error:  # the test looks at its words
         said = f"{type(error).__name__}: {error}"
-        if dist.is_initialized():
-            dist.distributed_c10d._abort_process_group()  # as if this process had ended
-        return said
-    return ""
+    else:
+        return ""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    del recipe
+    gc.collect()  # of DDP, which holds the connections: the peers see them closed
+    return said
 
 
 def run_training(ranks: Ranks, folder: Path, options: dict[str, dict[str, Any]]) -> bool:
