@@ -9,7 +9,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from statistics import fmean
 from typing import Any, NoReturn
 
@@ -23,7 +23,7 @@ from common import log, restart, run_status
 from common.data.datasets import Data
 from common.data.stream import GlobalBatches
 from common.errors import StopRequested, TrainingError
-from common.group.collectives import gather_numbers
+from common.group.collectives import agreed, gather_numbers
 from common.group.stop import StopAgreement
 from common.launch.report import say
 from common.profile import SETTLE, Profile
@@ -176,7 +176,8 @@ class Loop:
         self._profile.after(self.state.step + 1)
         run, state, lr = self.run, self.state, self.lr
         begun = self._resumed_from or 0
-        first = self._updates.after(state.step + 1, begins_epoch=not state.batch)
+        with agreed() if state.step == begun else nullcontext():  # later: no message in each step
+            first = self._updates.after(state.step + 1, begins_epoch=not state.batch)
         refuse_other_losses(losses, self.batches.batch_size_per_rank, even=self.batches.even)
         if state.step == begun:
             warn_of_means(losses)
