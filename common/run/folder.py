@@ -287,13 +287,10 @@ class Run:
                 "--output-dir"
             )
 
-    def finish(
-        self, state_dict: dict[str, Tensor], *, all_epochs: bool, early: str, **summary: Any
-    ) -> None:
+    def finish(self, state_dict: dict[str, Tensor], *, all_epochs: bool, **summary: Any) -> None:
         """Write model.pt and summary.json and print the table, on rank 0.
 
-        After all epochs, not only `--max-steps`, older snapshots are removed. `early`: after which
-        epoch, if more were planned.
+        After all epochs, not only `--max-steps`, older snapshots are removed.
         """
         if not self.ranks.is_main:
             run_status.say(run_status.FINISHED)
@@ -311,7 +308,8 @@ class Run:
             **self._hashes,
         }
         write_json(self.folder / "summary.json", content)
-        run_status.say(run_status.FINISHED, **({"finished_early": early} if early else {}))
+        early = {"early": f"after epoch {summary['epochs']}"} if "planned_steps" in summary else {}
+        run_status.say(run_status.FINISHED, **early)
         if all_epochs:  # else more steps may follow
             keep_newest(self.snapshots, self.options.keep_snapshots or 1)
         self._close_curves()

@@ -263,9 +263,12 @@ class Loop:
         if self._mesh is None and self.run.ranks.world_size > 1:
             buffers = bool(self._identity.get("virtual_ranks"))
             found = unlike_replicas(self.state.parts, self.state.step, buffers=buffers)
-            code = "look at the code first: model() in place of ddp(), no_sync, a parameter "
-            code += "unfrozen or replaced after DDP was made, a learning rate by rank, a step that "
-            self.stop_if_corrupt(found, f"{code}a rank left out; then at device, memory, driver")
+            self.stop_if_corrupt(
+                found,
+                "look at the code first: model() in place of ddp(), no_sync, a parameter unfrozen "
+                "or replaced after DDP was made, a learning rate by rank, a step that a rank left "
+                "out; then at the device, memory, driver",
+            )
 
     def stop_if_corrupt(self, difference: str, why: str = "its device, memory or driver") -> None:
         """Raise TrainingError if the ranks found a `difference`; every rank calls this."""
@@ -353,12 +356,10 @@ class Loop:
             self._progress.close()
 
     def finish(self, state_dict: dict[str, Tensor], **more: Any) -> None:
-        """Write the model and the summary, to which `more` is added.
-
-        It may come before the last epoch: the run is then finished early.
+        """Write the model and the summary, to which `more` is added; perhaps before the last epoch.
 
         Raises:
-            TrainingError: the last epoch is not complete, or the ranks hold other bits.
+            TrainingError: this epoch is not complete, or the ranks hold other bits.
         """
         if self.state.step != self._evaluated_step:
             self._refuse("finish", "loop.after_epoch before it")
@@ -366,11 +367,10 @@ class Loop:
         self.state.wait()
         self._profile.end()
         epochs = -(-self.state.step // self.batches.steps_per_epoch)
-        early = f"after epoch {epochs} of {self.options.epochs}" if self.steps_left else ""
-        if early:
-            log.info(f"finished early {early}")
+        if self.steps_left:
+            log.info(f"finished early after epoch {epochs} of {self.options.epochs}")
             self._progress.close()
-            more = {"planned_steps": self.last_step} | more
+            more["planned_steps"] = self.last_step
         result, spent_s = self._result, gather_numbers(self.clock.seconds())
         for line in advice(spent_s):
             log.info(line)
@@ -389,7 +389,7 @@ class Loop:
         if best := self.state.best:
             summary["best"] = {k: v for k, v in best.items() if k != "weights"}
         all_epochs = self.state.step == self.options.epochs * self.batches.steps_per_epoch
-        self.run.finish(state_dict, all_epochs=all_epochs, early=early, **(summary | more))
+        self.run.finish(state_dict, all_epochs=all_epochs, **(summary | more))
         self._stop.release()  # only now: a signal shortly before the end lets the run finish
         if signal.getsignal(signal.SIGINT) == self._interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)

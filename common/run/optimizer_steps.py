@@ -25,10 +25,7 @@ _hooks: list[Any] = []
 class OptimizerSteps:
     """Counts updates from before the first step on.
 
-    Args:
-        parts: of the training state, as `TrainingState` has them.
-        ddp: tells whether parameters may stay without a gradient.
-        whole: this rank has the whole model, not a part of its tensors or layers.
+    `whole`: this rank has the whole model, not a part of its tensors or layers.
     """
 
     def __init__(
@@ -46,10 +43,8 @@ class OptimizerSteps:
         self._all_zero = True
         for hook in _hooks:
             hook.remove()
-        _hooks[:] = [
-            register_optimizer_step_pre_hook(self._enter),
-            register_optimizer_step_post_hook(self._leave),
-        ]
+        before, behind = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+        _hooks[:] = [before(self._enter), behind(self._leave)]
 
     def _enter(self, *_: Any) -> None:
         self._depth += 1
@@ -68,7 +63,7 @@ class OptimizerSteps:
                 self._all_zero = self._whole and not gradient.is_sparse and not gradient.any()
 
     def _trained(self) -> dict[str, Tensor]:
-        model = self._parts.get("model")
+        model = self._parts["model"]
         found = model.named_parameters() if isinstance(model, nn.Module) else ()
         return {name: value for name, value in found if value.requires_grad}
 
@@ -76,11 +71,7 @@ class OptimizerSteps:
         return [int(fingerprint(value)) for value in self._begun.values() if self._whole]
 
     def after(self, step: int, *, begins_epoch: bool) -> bool:
-        """Refuse another number of updates than one; whether this was the first one.
-
-        Raises:
-            TrainingError: on this rank.
-        """
+        """Raise TrainingError on this rank unless one update was made; whether it was the first."""
         counts, self._counts = self._counts, Counter()
         if begins_epoch:
             self._refuse_other_trained(step)
@@ -95,8 +86,8 @@ class OptimizerSteps:
                 "an update every N batches, give --accumulate N"
             )
         gradients, self._gradients, self._scale = self._gradients, None, 0.0
-        if counts and gradients is not None:
-            self._refuse_untrained(gradients, step)
+        if counts and gradients is not None and (wrong := self._wrong(gradients)):
+            raise TrainingError(f"{wrong} (step {step})")
         return gradients is not None
 
     def _refuse_other_trained(self, step: int) -> None:
@@ -116,11 +107,11 @@ class OptimizerSteps:
                     "--weights MODEL.PT"
                 )
 
-    def _refuse_untrained(self, gradients: Mapping[Tensor, bool], step: int) -> None:
+    def _wrong(self, gradients: Mapping[Tensor, bool]) -> str:
         """After the first update: is what was trained what the model has, and is it saved?"""
         held = {*_held(self._known)}
         if outside := [name for name, value in self._begun.items() if value not in held]:
-            raise TrainingError(
+            return (
                 f"no optimizer holds {_first(outside)}, which requires a gradient: make the "
                 "optimizer of the complete model's parameters; what shall not be trained gets "
                 "requires_grad_(False) before DDP is made"
@@ -128,27 +119,23 @@ class OptimizerSteps:
         trained = {name: value for name, value in self._begun.items() if value in gradients}
         without = [name for name, value in trained.items() if not gradients[value]]
         rates = [group["lr"] for part in self._known for group in part.param_groups]
-        said = ""
         if trained and self._all_zero:
-            said = (
-                f"no parameter had a gradient other than 0 in step {step}: call backward() before "
+            return (
+                "no parameter had a gradient other than 0: call backward() before "
                 "optimizer.step(), and zero_grad() after it"
             )
-        elif without and not self._may_lack:
+        if without and not self._may_lack:
             said = (
-                f"{_first(without)} had no gradient in step {step}: use it for the loss, or call "
+                f"{_first(without)} had no gradient: use it for the loss, or call "
                 "requires_grad_(False) before DDP is made; if it is used in some steps, "
                 "DistributedDataParallel(..., find_unused_parameters=True)"
             )
-            if not self._by_ddp:
-                log.warning(said)
-                said = ""
-        elif self._before and any(rates) and not self._scaler and self._before == self._bits():
-            said = f"no parameter changed in step {step}, though the learning rate was above 0"
-        elif self._whole:
-            said = self._not_saved(gradients)
-        if said:
-            raise TrainingError(said)
+            if self._by_ddp:
+                return said
+            log.warning(said)
+        if self._before and any(rates) and not self._scaler and self._before == self._bits():
+            return "no parameter changed, though the learning rate was above 0"
+        return self._not_saved(gradients) if self._whole else ""
 
     def _not_saved(self, gradients: Mapping[Tensor, bool]) -> str:
         states = [part.state_dict() for part in self._parts.values()]

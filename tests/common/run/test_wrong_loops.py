@@ -83,7 +83,7 @@ WRONG = {
     "unfrozen after the optimizer was made": Case(
         {PARALLELISE: "        model.features[0].requires_grad_(False)\n" + PARALLELISE}
         | after(MADE, "model.requires_grad_(True)"),
-        r"no optimizer holds features\.0\.weight \(and \d more\)",
+        r"no optimizer holds features\.0\.weight, ",
         (1, 2),
     ),
     "an optimizer of a copy": Case(
@@ -92,13 +92,13 @@ WRONG = {
         (1, 2),
     ),
     "an optimizer of some parameters": Case(
-        {"(model.parameters(), options": f"({HEAD}, options"},
+        after(MADE, f"optimizer = make_optimizer({HEAD}, options)"),
         r"no optimizer holds features\.0\.weight",
         (1,),
     ),
     "a layer that is not used": Case(
         {PARALLELISE: "        model.extra = torch.nn.Linear(2, 2)\n" + PARALLELISE},
-        r"extra\.weight \(and 1 more\) had no gradient in step 1: .*find_unused_parameters=True",
+        r"extra\.weight \(and 1 more\) had no gradient: .*find_unused_parameters=True",
         (1, 2),
     ),
     "no backward": Case({BACKWARD: "pass"}, "no parameter had a gradient", (1, 2)),
@@ -112,7 +112,7 @@ WRONG = {
     ),
     "weights that are put back": Case(
         {STEP: f"kept = deepcopy(model.state_dict()); {STEP}; model.load_state_dict(kept)"},
-        "no parameter changed in step 1",
+        "no parameter changed, .* \\(step 1\\)",
         (1,),
     ),
     "an optimizer that no snapshot holds": Case(
