@@ -27,10 +27,8 @@ from tests.helpers.pool import Pool, call_main
 DDP_LAUNCH = (ROOT / "recipes" / "ddp_launch" / "train.py").read_text()
 
 
-def run_changed(
-    ranks: Ranks, folder: Path, changes: Mapping[str, str], arguments: Sequence[str]
-) -> str:
-    """A copy of the recipe with changes, old text to new, on this rank; what its error says."""
+def changed_recipe(changes: Mapping[str, str]) -> Any:
+    """A copy of the recipe's module with changes, old text to new."""
     source = DDP_LAUNCH
     for old, new in changes.items():
         assert source.count(old) == 1, old
@@ -39,6 +37,14 @@ def run_changed(
     recipe.__package__, recipe.deepcopy = "recipes.ddp_launch", deepcopy
     sys.modules["changed_recipe"] = recipe
     exec(compile(source, "changed_recipe.py", "exec"), recipe.__dict__)
+    return recipe
+
+
+def run_changed(
+    ranks: Ranks, folder: Path, changes: Mapping[str, str], arguments: Sequence[str]
+) -> str:
+    """A changed recipe on this rank; what its error says, empty without one."""
+    recipe = changed_recipe(changes)
     given = [*arguments, "--output-dir", str(folder)]
     try:
         recipe.train(recipe.cli.parse("ddp_launch", recipe.Config, given)[1], ranks)

@@ -4,14 +4,16 @@ Each case is a change to a copy of ddp_launch's train.py: old text and new text.
 trains on.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from common.launch.ranks import Ranks
 from tests.helpers.pool import Pool
-from tests.helpers.training import DDP_LAUNCH, run_changed
+from tests.helpers.training import DDP_LAUNCH, changed_recipe, run_changed
 
 PLAN = ("--epochs", "2", "--global-batch-size", "480")
 """Two epochs of two steps."""
@@ -98,7 +100,12 @@ WRONG = {
     ),
     "a layer that is not used": Case(
         {PARALLELISE: "        model.extra = torch.nn.Linear(2, 2)\n" + PARALLELISE},
-        r"extra\.weight \(and 1 more\) had no gradient: .*find_unused_parameters=True",
+        "Expected to have finished reduction .*find_unused_parameters=True",  # torch's words
+        (1, 2),
+    ),
+    "an output that is detached": Case(
+        {FORWARD: "(ddp(images).detach() + model.fc.bias)"},
+        r"features\.0\.weight \(and \d+ more\) had no gradient: .*find_unused_parameters=True",
         (1, 2),
     ),
     "no backward": Case({BACKWARD: "pass"}, "no parameter had a gradient", (1, 2)),
@@ -143,7 +150,7 @@ WRONG = {
         {AFTER_STEP: "pass"}, PLANNED.format("after_epoch", 0, "loop.after_step"), (1, 2)
     ),
     "no after_epoch": Case(
-        {AFTER_EPOCH: "pass"}, PLANNED.format("after_step", 2, "loop.after_epoch"), (1, 2)
+        {AFTER_EPOCH: "pass"}, PLANNED.format("finish", 2, "loop.after_epoch"), (1, 2)
     ),
     "after_epoch twice": Case(
         after(AFTER_EPOCH, "loop.after_epoch(result, model.state_dict)"),
@@ -282,3 +289,27 @@ def test_a_loop_that_is_right_trains_on(pool: Pool, tmp_path: Path, name: str) -
         said = trained(pool, tmp_path / str(ranks), RIGHT[name], ranks)
         assert not any(said), said
         assert (tmp_path / str(ranks) / "model.pt").exists()
+
+
+def test_a_run_that_leaves_its_epochs_early_has_finished(pool: Pool, tmp_path: Path) -> None:
+    case = RIGHT["a break on all ranks"]
+    assert not any(trained(pool, tmp_path, case, 2))
+    summary = (tmp_path / "summary.json").read_text()
+    found = json.loads(summary)
+    assert [found[name] for name in ("epochs", "steps", "planned_steps")] == [1, 2, 4]
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status == {"status": "finished", "early": "after epoch 1"}
+    assert not any(trained(pool, tmp_path, case, 2)), "the repeated command"
+    assert (tmp_path / "summary.json").read_text() == summary, "trains no more"
+
+
+def main_of_changed(_ranks: Ranks, changes: dict[str, str], arguments: list[str]) -> int:
+    return int(changed_recipe(changes).main(arguments))
+
+
+def test_a_run_that_ends_without_a_model_has_failed(pool: Pool, tmp_path: Path) -> None:
+    arguments = [*PLAN, "--nproc", "1", "--output-dir", str(tmp_path)]
+    assert pool.run(main_of_changed, 1, {RESULT: "return"}, arguments) == [1]
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["status"] == "failed"
+    assert "ended before loop.finish: no model.pt was written" in status["error"]
