@@ -8,6 +8,7 @@ Where to change what. Each room and file imports only from those below it; a tes
     run/                one run: between two steps, and in its folder
       micro_batches     the parts of a rank's batch in each step of DDP
       loop              between two steps: --log-every, save, stop, resume, the best epoch
+      optimizer_steps   what the optimizers of a changed loop really update
       options           --output-dir, --resume, --keep-snapshots, how long ranks wait: --timeout-s
       plan              batch sizes, steps and rates: decided and refused once
       parts             the loaders and the model of a run

@@ -1,7 +1,7 @@
 """Whether all ranks hold the same bits.
 
-Replicas start with the same bits and take the same steps, so a difference is a fault: of a device,
-of memory or of a driver. It raises no error by itself.
+Replicas start with the same bits and take the same steps, so a difference is a fault: of the loop's
+code, a device, memory or a driver. It raises no error by itself.
 
 Source: Dixit et al. 2021, "Silent Data Corruptions at Scale" (arXiv 2102.11245).
 """
@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from common.group.collectives import gather
 
@@ -33,34 +34,44 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def unlike_replicas(parts: Mapping[str, Any], step: int, *, buffers: bool) -> str:
-    """Compare all ranks' parameters and optimizer states; every rank calls this.
+    """Compare all ranks' parameters, optimizer states and learning rates; every rank calls this.
 
     Args:
-        parts: "model" (unwrapped) and "optimizer".
+        parts: of the training state; "model" is unwrapped.
         step: after which the ranks compare them, for the message.
-        buffers: compare the model's buffers, too. Without virtual ranks they differ by design until
+        buffers: compare the models' buffers, too. Without virtual ranks they differ by design until
             DDP sends rank 0's with the next forward pass.
 
     Returns:
         Which tensor differs and which rank is at fault; empty if nothing differs.
     """
-    model, states = parts["model"], parts["optimizer"].state
-    held: dict[str, Tensor] = dict(model.named_buffers() if buffers else ())
-    for name, parameter in model.named_parameters():
-        state = {f"{name} ({key})": value for key, value in states.get(parameter, {}).items()}
-        held |= {name: parameter, **{k: v for k, v in state.items() if isinstance(v, Tensor)}}
-    votes = enumerate(_votes(map(fingerprint, held.values())))
-    return _verdict(f"differs between ranks after step {step}", list(held), votes)
+    held: dict[str, Tensor] = {}
+    optimizers = {name: part for name, part in parts.items() if isinstance(part, Optimizer)}
+    for name, optimizer in optimizers.items():
+        for number, group in enumerate(optimizer.param_groups):
+            rate = torch.as_tensor(group["lr"], dtype=torch.float64)
+            held[f"the learning rate of {name}'s group {number}"] = rate
+    models = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+    for of, model in models.items():
+        prefix = "" if of == "model" else f"{of}."
+        held |= {prefix + name: value for name, value in model.named_buffers() if buffers}
+        for name, value in model.named_parameters():
+            held[prefix + name] = value
+            for optimizer in optimizers.values():
+                state = optimizer.state.get(value, {}).items()
+                held |= {f"{prefix}{name} ({k})": v for k, v in state if isinstance(v, Tensor)}
+    theirs = gather({name: int(fingerprint(value)) for name, value in held.items()})
+    names = list(dict.fromkeys(name for each in theirs for name in each))
+    votes = enumerate(tuple(each.get(name) for name in names) for each in theirs)
+    return _verdict(f"differs between ranks after step {step}", names, votes)
 
 
 def _votes(fingerprints: Iterable[Tensor]) -> list[tuple[int, ...]]:
     """Every rank's fingerprints, on every rank."""
-    first, *rest = fingerprints
-    mine = torch.stack([first, *(value.to(first.device) for value in rest)])
-    return [tuple(vote) for vote in gather(mine.tolist())]
+    return gather(tuple(map(int, fingerprints)))
 
 
-def _verdict(what: str, names: Sequence[str], votes: Iterable[tuple[int, tuple[int, ...]]]) -> str:
+def _verdict(what: str, names: Sequence[str], votes: Iterable[tuple[int, tuple[Any, ...]]]) -> str:
     """The first tensor that differs and the ranks at fault; empty if all votes are equal.
 
     A rank is at fault if its vote is not that of the majority, which needs two ranks or more.

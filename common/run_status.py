@@ -46,11 +46,20 @@ def begun() -> None:
     say(RUNNING)
 
 
-def say(status: str) -> None:
+def refuse_unfinished() -> None:
+    """Raise TrainingError if this rank's start began the run, and did not end it."""
+    if any(start.begun for start in _start):
+        raise TrainingError(
+            "ended before loop.finish: no model.pt was written; call it after the epochs, and no "
+            "return before it"
+        )
+
+
+def say(status: str, **more: str) -> None:
     """Write the run's status, on the rank that writes it. All but RUNNING end this start."""
     for start in _start:
         if start.writes:
-            write_json(start.folder / NAME, {"status": status})
+            write_json(start.folder / NAME, {"status": status, **more})
     if status != RUNNING:
         _start.clear()
 

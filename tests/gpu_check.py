@@ -147,7 +147,7 @@ def checks(device: str, folder: Path) -> dict[str, Checks]:
     def virtual_ranks() -> dict[str, Any]:
         options = (*base, *resnet, "--virtual-ranks", "4", "--backend", "gloo")
         one, two = (run(folder / f"virtual{n}", *options, "--nproc", str(n)) for n in (1, 2))
-        watched = ("--nproc", "2", "--check-replicas", "2")
+        watched = ("--nproc", "2")
         checked = run(folder / "checked", *options, *watched)
         same = all(
             one[what] == other[what]
@@ -165,7 +165,6 @@ def checks(device: str, folder: Path) -> dict[str, Checks]:
             "default": (),
             "not deterministic": ("--no-deterministic",),
             "a snapshot every 20 steps": ("--snapshot-every", "20"),
-            "replicas checked every 20 steps": ("--check-replicas", "20"),
             "4 virtual ranks": ("--virtual-ranks", "4"),
         }
         keys = ("samples_per_s", "elapsed_s")  # samples_per_s is without the snapshots

@@ -96,6 +96,7 @@ def run_rank(body: Callable[[], Any], ranks: Ranks) -> int:
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # `interrupts_held`
         body()
+        run_status.refuse_unfinished()
         end_work()
     except Checked:
         end_work()

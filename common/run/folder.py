@@ -153,7 +153,7 @@ class Run:
         with agreed():
             if self.ranks.is_main and (self.before / "summary.json").exists():
                 summary = read_json(self.before / "summary.json", "steps")
-                more = summary["steps"] < last_step
+                more = summary["steps"] < last_step != summary.get("planned_steps")
                 lost = not (self.before / "model.pt").exists()
                 if (more or lost) and not can_resume:
                     raise InputError(
@@ -290,6 +290,7 @@ class Run:
         After all epochs, not only `--max-steps`, older snapshots are removed.
         """
         if not self.ranks.is_main:
+            run_status.say(run_status.FINISHED)
             return
         weights = {name: value.detach().cpu() for name, value in state_dict.items()}
         save_weights(weights, self.folder / "model.pt")
@@ -304,7 +305,8 @@ class Run:
             **self._hashes,
         }
         write_json(self.folder / "summary.json", content)
-        run_status.say(run_status.FINISHED)
+        early = {"early": f"after epoch {summary['epochs']}"} if "planned_steps" in summary else {}
+        run_status.say(run_status.FINISHED, **early)
         if all_epochs:  # else more steps may follow
             keep_newest(self.snapshots, self.options.keep_snapshots or 1)
         self._close_curves()

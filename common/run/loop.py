@@ -9,7 +9,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from statistics import fmean
 from typing import Any, NoReturn
 
@@ -23,13 +23,14 @@ from common import log, restart, run_status
 from common.data.batches import DeviceBatches
 from common.data.datasets import Data
 from common.errors import StopRequested, TrainingError
-from common.group.collectives import gather_numbers
+from common.group.collectives import agreed, gather_numbers
 from common.group.stop import StopAgreement
 from common.launch.report import say
 from common.profile import SETTLE, Profile
 from common.replicas import unlike_replicas
 from common.run.check import end_check, folder_of_check
 from common.run.folder import Run
+from common.run.optimizer_steps import OptimizerSteps
 from common.run.plan import Plan
 from common.seeds import seed_everything
 from common.snapshots import snapshot_files
@@ -52,8 +53,8 @@ class Loop:
     snapshot (`--snapshot-every`). After an epoch's last step: write a snapshot, evaluate, log, stop
     if any rank was asked to, begin the next epoch.
 
-    `mesh` is that of `TrainingState`. Every `check_replicas` steps (0: never), and then before each
-    snapshot too, the ranks compare their replicas of the model and the optimizer.
+    `mesh` is that of `TrainingState`. Without one, the ranks compare their models and optimizers
+    after the first step, before each snapshot and at the end.
     """
 
     def __init__(
@@ -63,7 +64,6 @@ class Loop:
         data: Data,
         *,
         mesh: DeviceMesh | None = None,
-        check_replicas: int = 0,
     ) -> None:
         self.run, self.plan, self.data, self.last_step = run, plan, data, plan.last_step
         run.resolve(lr=float(plan.options.lr))  # a snapshot holds plain numbers
@@ -75,11 +75,9 @@ class Loop:
         self._metrics: dict[str, float] = {}
         short = run.options.log_every > self.last_step  # ten points make a curve
         self.log_every = max(1, self.last_step // 10) if short else run.options.log_every
-        self._samples = 0
+        self._keys: Any = None
         self._identity = run.identity(plan.global_batch_size, data)
-        self._mesh, self._check_every = mesh, check_replicas
-        if check_replicas and run.ranks.world_size == 1:
-            log.warning("--check-replicas has nothing to compare: there is one rank")
+        self._mesh, self._evaluated_step = mesh, -1
         warn_of_unknown_metric(run.options.best_by, len(data.class_names))
         # Torch only warns: a loss of (samples, 1) and (samples,) compares all pairs.
         warnings.filterwarnings("error", message="Using a target size")
@@ -140,15 +138,15 @@ class Loop:
         end_of_epoch = -(-(begun + SETTLE) // per_epoch) * per_epoch
         steps = begun, min(end_of_epoch, self.last_step)
         parts = self.state.parts
+        self._updates = OptimizerSteps(parts, ddp, whole=self._mesh is None)
         self._profile = Profile(run.options.profile, steps, self.clock, run.folder, parts)
         first, end = self.state.epoch, -(-self.last_step // self.plan.steps_per_epoch)
         return range(first, max(end, first + 1))  # perhaps only the last evaluation is missing
 
     def steps(self, loader: DeviceBatches) -> DeviceBatches:
         """The batches of this epoch's steps that are still to do."""
-        keys = loader.keys
-        self._samples = keys.batch_size_per_rank
-        keys.set_epoch(self.state.epoch, self.state.batch, self.steps_left)
+        self._keys = loader.keys
+        self._keys.set_epoch(self.state.epoch, self.state.batch, self.steps_left)
         return loader
 
     @property
@@ -171,20 +169,19 @@ class Loop:
 
         Raises:
             TrainingError: a loss is not finite, on any rank; raised on every rank. Or the losses
-                are neither one per sample nor a mean.
+                are neither one per sample nor a mean. Or the loop's calls do not fit the plan, or
+                the ranks do not train the model.
             StopRequested: a signal came; the state is saved.
         """
+        self._refuse_step()
         self._trace.after(self.state.step + 1, self.run.folder / "trace")
         self.clock.end_step()
         self._profile.after(self.state.step + 1)
         run, state, lr = self.run, self.state, self.lr
         begun = self._resumed_from or 0
-        if not self._samples:
-            raise TrainingError(
-                "loop.after_step without loop.steps: write `for batch in loop.steps(loader)`, "
-                "which chooses the epoch's samples"
-            )
-        refuse_other_losses(losses, self._samples, even=self.plan.even)
+        with agreed() if state.step == begun else nullcontext():  # later: no message in each step
+            first = self._updates.after(state.step + 1, begins_epoch=not state.batch)
+        refuse_other_losses(losses, self._keys.batch_size_per_rank, even=self.plan.even)
         if state.step == begun:
             warn_of_means(losses)
         losses = losses.detach()
@@ -193,6 +190,8 @@ class Loop:
         state.loss_sum = state.loss_sum + losses.double()
         state.batch += 1
         state.step += 1
+        if first:
+            self._compare_replicas()
         self._speed.add(self.plan.global_batch_size)
         if run.ranks.is_main and (cost := restart.record(run.folder, state.step, begun)):
             log.info(cost)
@@ -214,8 +213,6 @@ class Loop:
             self._show_slow_ranks(compute_s, **speed)
         every = run.options.snapshot_every
         saves = every > 0 and state.step % every == 0
-        if self._check_every and state.step % self._check_every == 0 and not saves:
-            self._check_replicas()  # before a snapshot, save() does
         if self._stop.after(state.step):
             self._leave()
         if saves:
@@ -257,27 +254,43 @@ class Loop:
     def save(self) -> None:
         """Write a snapshot of this step, unless there is one; pause the measurement of speed."""
         self.clock.turn_to("save")
-        if self._check_every and self.state.saved_step != self.state.step:
-            self._check_replicas()
+        if self.state.saved_step != self.state.step:
+            self._compare_replicas()
         self._speed.pause()
         self.state.metrics_bytes, self.state.metrics_sha256 = self.run.metrics_so_far()
         self.state.history = self.run.history.until_now(by_kind(self.clock.seconds()))
         self.state.save(self.run.snapshots, self._identity, self.run.options.snapshots_on_the_way)
         self.clock.turn_to("evaluate")  # if an epoch has ended
 
-    def _check_replicas(self) -> None:
-        buffers = bool(self._identity.get("virtual_ranks"))
-        self.stop_if_corrupt(unlike_replicas(self.state.parts, self.state.step, buffers=buffers))
+    def _compare_replicas(self) -> None:
+        if self._mesh is None and self.run.ranks.world_size > 1:
+            buffers = bool(self._identity.get("virtual_ranks"))
+            if found := unlike_replicas(self.state.parts, self.state.step, buffers=buffers):
+                self.state.wait()
+                raise TrainingError(
+                    f"{found} (look at the code first: model() in place of ddp(), no_sync, a "
+                    "parameter unfrozen or replaced after DDP was made, a learning rate by rank, a "
+                    "step that a rank left out; then at the device, memory, driver): run the same "
+                    "command to resume, on another device if this happens again; last good "
+                    f"snapshot: {snapshot_files.newest_name(self.run.snapshots)}"
+                )
 
-    def stop_if_corrupt(self, difference: str) -> None:
-        """Raise TrainingError if the ranks found a `difference`; every rank calls this."""
-        if difference:
-            self.state.wait()
-            raise TrainingError(
-                f"{difference} (its device, memory or driver): run the same command to resume, on "
-                "another device if this happens again; last good snapshot: "
-                f"{snapshot_files.newest_name(self.run.snapshots)}"
-            )
+    def _refuse_step(self) -> None:
+        """Raise TrainingError unless the plan has a step here, of the batch that comes next."""
+        state, steps = self.state, "`for batch in loop.steps(loader)` in each epoch"
+        if state.step >= self.last_step:
+            self._refuse("after_step", f"{steps}, which then ends, or loop.after_epoch")
+        if state.batch >= self.plan.steps_per_epoch:
+            self._refuse("after_step", "loop.after_epoch after each epoch's last step")
+        if self._keys is None or self._keys.epoch != state.epoch:
+            self._refuse("after_step", f"{steps}, which chooses the epoch's samples")
+
+    def _refuse(self, call: str, expected: str) -> NoReturn:
+        state, per_epoch = self.state, self.plan.steps_per_epoch
+        raise TrainingError(
+            f"loop.{call} came after step {state.step} of {self.last_step}, which is step "
+            f"{state.batch} of {per_epoch} in epoch {state.epoch + 1}; expected {expected}"
+        )
 
     def after_epoch(self, result: Evaluation, state_dict: Callable[[], dict[str, Tensor]]) -> None:
         """Log the epoch, then move to the next one, or stop before it.
@@ -292,6 +305,12 @@ class Loop:
             StopRequested: a signal came; the state is saved.
         """
         run, state = self.run, self.state
+        if state.step == self._evaluated_step:
+            self._refuse("after_epoch", "one call per epoch")
+        if state.batch < self.plan.steps_per_epoch and self.steps_left:
+            expected = "loop.after_step for each batch; to end early, leave the epochs after "
+            self._refuse("after_epoch", f"{expected}loop.after_epoch, and call loop.finish")
+        self._evaluated_step = state.step
         self.clock.turn_to("other")
         means = torch.tensor([[*result.means.values()]])
         broken = ", ".join(f"val_{name}" for name in result.not_finite)
@@ -330,14 +349,26 @@ class Loop:
             self._progress.close()
 
     def finish(self, state_dict: dict[str, Tensor], **more: Any) -> None:
-        """Write the model and the summary, to which `more` is added."""
+        """Write the model and the summary, to which `more` is added; perhaps before the last epoch.
+
+        Raises:
+            TrainingError: this epoch is not complete, or the ranks hold other bits.
+        """
+        if self.state.step != self._evaluated_step:
+            self._refuse("finish", "loop.after_epoch before it")
+        self._compare_replicas()
         self.state.wait()
         self._profile.end()
+        epochs = -(-self.state.step // self.plan.steps_per_epoch)
+        if self.steps_left:
+            log.info(f"finished early after epoch {epochs} of {self.plan.options.epochs}")
+            self._progress.close()
+            more["planned_steps"] = self.last_step
         result, spent_s = self._result, gather_numbers(self.clock.seconds())
         for line in advice(spent_s):
             log.info(line)
         summary: dict[str, Any] = {
-            "epochs": self.state.epoch + 1,
+            "epochs": epochs,
             "steps": self.state.step,
             **self._metrics,
             **({"val_correct": result.correct} if result.correct is not None else {}),

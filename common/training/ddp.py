@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from common import log
 from common.errors import InputError, TrainingError
-from common.option_rules import may_change, refuse_below
+from common.option_rules import refuse_below
 from common.seeds import rng_state, set_rng_state
 from common.training.models import has_trained_batch_norm, set_train_mode
 
@@ -35,13 +35,10 @@ class ParallelOptions:
     gradient_compression: Literal["none", "bf16"] = "none"
     """Format in which gradients are sent; the weights keep their precision.
     bf16: half the bytes, rounded to 8 bits of mantissa."""
-    check_replicas: int = may_change(0)
-    """Steps between two comparisons of all ranks' weights and optimizer state [steps]; 0: none.
-    One more comes before each snapshot. Their hash is a XOR: two equal flips in a row cancel."""
 
     def __post_init__(self) -> None:
         shards = self.virtual_ranks
-        refuse_below(self, virtual_ranks=0, accumulate=1, check_replicas=0)
+        refuse_below(self, virtual_ranks=0, accumulate=1)
         if shards & (shards - 1):
             below = 2 ** (shards.bit_length() - 1)
             raise ValueError(

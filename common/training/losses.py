@@ -20,7 +20,7 @@ def refuse_other_losses(losses: Tensor, batch_size: int, *, even: bool = True) -
         raise TrainingError(
             "the loop got the mean of a rank's losses, but with --virtual-ranks the ranks have "
             "unequal numbers of samples: give it one loss per sample, and divide their sum by "
-            f"batches.loss_divisor ({_PAGE})"
+            f"plan.loss_divisor ({_PAGE})"
         )
     if losses.dim() == 0 or losses.numel() == batch_size == 1:
         return

@@ -101,7 +101,7 @@ def train(config: Config, ranks: Ranks) -> None:
         optimizer = make_optimizer(model.parameters(), options, scaled=scaler.is_enabled())
 
         # resume
-        loop = Loop(run, plan, data, check_replicas=parallel.check_replicas)
+        loop = Loop(run, plan, data)
         micro_batches = MicroBatches(ddp, parallel, loop, autocast)
         if not loop.resume(model=model, optimizer=optimizer, scaler=scaler):
             return  # the run is finished already

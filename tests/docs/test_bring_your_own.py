@@ -44,6 +44,7 @@ from common.launch.ranks import Ranks
 from common.launch.report import report
 from common.run.options import RunOptions, flatten
 from common.seeds import rng_state
+from common.snapshots.snapshot_files import read as read_snapshot
 from common.training.ddp import chunks, warm_up
 from common.training.evaluation import Evaluation, evaluate, score_classes
 from common.training.losses import refuse_other_losses, warn_of_means
@@ -53,7 +54,7 @@ from recipes.ddp_launch import train as ddp_launch
 from tests.helpers.commands import ROOT, Recipe, Result, clean_env, copy_of_repository
 from tests.helpers.machine import need
 from tests.helpers.pool import Pool, in_group
-from tests.helpers.training import run_training, train_model
+from tests.helpers.training import run_changed, run_training, train_model
 from tools.own import config_of, load_own
 from tools.trained import Trained, read
 
@@ -163,6 +164,29 @@ def test_a_recipe_of_ones_own_is_listed_trained_evaluated_and_loaded_as_the_page
     says = r"rank 0 on \S+: sample 959 of Squares cannot be read \(KeyError: 'label'\): repair it"
     assert re.match(rf"error: {says}", line), line
     assert 'index == 959 and {}["label"]' in failed.stderr, "the traceback shows the user's line"
+
+
+def test_a_layer_that_is_unfrozen_as_the_page_says_trains_then_and_resumes(
+    pool: Pool, tmp_path: Path
+) -> None:
+    (block,) = re.findall(r"```python\n# optimizer\n(.*)\n(.*)\n# loop\n(.*)\n(.*)\n```", PAGE)
+    changes = {
+        "optimizer = make_optimizer(model.parameters(), options, scaled=scaler.is_enabled())": (
+            "\n        ".join(block[:2])
+        ),
+        block[2]: f"\n{16 * ' '}".join(block[2:]),
+    }
+    plan = shlex.split("--epochs 2 --global-batch-size 480 --snapshot-every 1 --keep-snapshots 9")
+    for folder, more in (("whole", []), ("cut", ["--max-steps", "3"]), ("cut", [])):
+        assert not any(pool.run(run_changed, 2, tmp_path / folder, changes, [*plan, *more]))
+    whole, cut = (Result(0, "", "", tmp_path / folder) for folder in ("whole", "cut"))
+    assert (cut.summary["resumed_from"], cut.sha) == (3, whole.sha)
+    files = sorted((tmp_path / "cut" / "snapshots").glob("step_*.pt"))
+    first, second, third = (read_snapshot(file)["parts"]["model"] for file in files[:3])
+    layer = "features.0.weight"
+    assert torch.equal(first[layer], second[layer])
+    assert not torch.equal(second[layer], third[layer])
+    assert not torch.equal(first["fc.weight"], second["fc.weight"])
 
 
 @pytest.mark.slow

@@ -84,7 +84,6 @@ FLIPS = {
     f"flips a bit of a {where} (rank {rank})": Fault(
         rf"error: rank \d on {HERE}: \S+.* differs .*, at fault: rank 0 on {HERE} or rank 1 on "
         rf"{HERE}.*last good snapshot: step_00000004",
-        options=("--check-replicas", "100"),
         recipes=("ddp_launch",),
         rank=rank,
         at=AT,

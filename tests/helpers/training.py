@@ -1,12 +1,17 @@
 """The recipe ddp_launch on the ranks of the pool."""
 
 import re
+import sys
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 from torch import nn
 
+from common import run_status
 from common.data.datasets import DataOptions
 from common.errors import StopRequested
 from common.launch.ranks import Ranks
@@ -16,8 +21,37 @@ from common.training.ddp import ParallelOptions
 from common.training.models import ModelOptions
 from common.training.optimizer import OptimizerOptions
 from recipes.ddp_launch.train import Config, train
-from tests.helpers.commands import Result
+from tests.helpers.commands import ROOT, Result
 from tests.helpers.pool import Pool, call_main
+
+DDP_LAUNCH = (ROOT / "recipes" / "ddp_launch" / "train.py").read_text()
+
+
+def changed_recipe(changes: Mapping[str, str]) -> Any:
+    """A copy of the recipe's module with changes, old text to new."""
+    source = DDP_LAUNCH
+    for old, new in changes.items():
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    recipe: Any = ModuleType("changed_recipe")
+    recipe.__package__, recipe.deepcopy = "recipes.ddp_launch", deepcopy
+    sys.modules["changed_recipe"] = recipe
+    exec(compile(source, "changed_recipe.py", "exec"), recipe.__dict__)
+    return recipe
+
+
+def run_changed(
+    ranks: Ranks, folder: Path, changes: Mapping[str, str], arguments: Sequence[str]
+) -> str:
+    """A changed recipe on this rank; what its error says, empty without one."""
+    recipe = changed_recipe(changes)
+    given = [*arguments, "--output-dir", str(folder)]
+    try:
+        recipe.train(recipe.cli.parse("ddp_launch", recipe.Config, given)[1], ranks)
+        run_status.refuse_unfinished()
+    except Exception as error:  # the test looks at its words
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def run_training(ranks: Ranks, folder: Path, options: dict[str, dict[str, Any]]) -> bool:

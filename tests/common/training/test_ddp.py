@@ -182,7 +182,7 @@ FREE = {
         "num_workers",
         "pin_memory",
     ),
-    *("lesson", "show", "timeline", "memory_budget", "check_replicas", "profile"),
+    *("lesson", "show", "timeline", "memory_budget", "profile"),
     *("shard", "replicas", "tensor_parallel", "reshard_after_forward", "recompute", "dry_run"),
 }
 """Options that may change on resume. The identity holds the data's fingerprint and the whole batch

@@ -1,0 +1,163 @@
+"""What the optimizers did between two steps of the loop: how many updates, of which parameters."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_leaves
+
+from common import log
+from common.errors import TrainingError
+from common.replicas import fingerprint
+
+_hooks: list[Any] = []
+"""Of the run that began last in this process."""
+
+
+class OptimizerSteps:
+    """Counts updates from before the first step on.
+
+    `whole`: this rank has the whole model, not a part of its tensors or layers.
+    """
+
+    def __init__(
+        self, parts: Mapping[str, Any], ddp: DistributedDataParallel | None, *, whole: bool
+    ) -> None:
+        self._parts, self._whole, self._by_ddp = parts, whole, ddp is not None
+        self._may_lack = ddp is not None and ddp.find_unused_parameters
+        self._known = {part for part in parts.values() if isinstance(part, Optimizer)}
+        scalers = (part for part in parts.values() if isinstance(part, GradScaler))
+        self._scaler = next((part for part in scalers if part.is_enabled()), None)
+        self._begun = self._trained()
+        self._before, self._scale = self._bits(), 0.0
+        self._counts, self._depth = Counter[Optimizer](), 0
+        self._gradients: dict[Tensor, bool] | None = {}  # of the first update
+        self._all_zero = True
+        for hook in _hooks:
+            hook.remove()
+        before, behind = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+        _hooks[:] = [before(self._enter), behind(self._leave)]
+
+    def _enter(self, *_: Any) -> None:
+        self._depth += 1
+
+    def _leave(self, optimizer: Optimizer, *_: Any) -> None:
+        self._depth -= 1
+        if not self._depth:  # else an optimizer that wraps this one steps
+            self._counts[optimizer] += 1
+        if self._gradients is None:
+            return
+        self._known.add(optimizer)
+        for value in _held([optimizer]):
+            gradient = value.grad
+            self._gradients[value] = gradient is not None or self._gradients.get(value, False)
+            if gradient is not None and self._all_zero:
+                self._all_zero = self._whole and not gradient.is_sparse and not gradient.any()
+
+    def _trained(self) -> dict[str, Tensor]:
+        model = self._parts["model"]
+        found = model.named_parameters() if isinstance(model, nn.Module) else ()
+        return {name: value for name, value in found if value.requires_grad}
+
+    def _bits(self) -> list[int]:
+        return [int(fingerprint(value)) for value in self._begun.values() if self._whole]
+
+    def after(self, step: int, *, begins_epoch: bool) -> bool:
+        """Raise TrainingError on this rank unless one update was made; whether it was the first."""
+        counts, self._counts = self._counts, Counter()
+        if begins_epoch:
+            self._refuse_other_trained(step)
+        if 1 not in counts.values() and (self._known or counts):
+            scale, self._scale = self._scale, self._scaler.get_scale() if self._scaler else 1.0
+            if not counts and self._scaler and (not scale or self._scale < scale):
+                return False  # the gradients had overflowed
+            made = ", ".join(f"{type(k).__name__} made {n}" for k, n in counts.items())
+            raise TrainingError(
+                f"{made or 'no optimizer made an'} update{'s' * bool(made)} before loop.after_step "
+                f"counted step {step}: call optimizer.step() once before each loop.after_step; for "
+                "an update every N batches, give --accumulate N"
+            )
+        gradients, self._gradients, self._scale = self._gradients, None, 0.0
+        if counts and gradients is not None and (wrong := self._wrong(gradients)):
+            raise TrainingError(f"{wrong} (step {step})")
+        return gradients is not None
+
+    def _refuse_other_trained(self, step: int) -> None:
+        begun, now = self._begun, self._trained()
+        for what, names in (
+            ("requires no gradient any more", begun.keys() - now.keys()),
+            ("requires a gradient now", now.keys() - begun.keys()),
+            # FSDP puts other tensors in their place.
+            ("was replaced", {k for k in begun if self._whole and begun[k] is not now.get(k)}),
+        ):
+            if names:
+                raise TrainingError(
+                    f"{_first([name for name in {**begun, **now} if name in names])} {what}, in "
+                    f"step {step}, unlike at the start, which DDP and a resumed run know. Either "
+                    "train all parameters from the start, those that shall not change yet with a "
+                    "learning rate of 0 (docs/bring-your-own.md), or begin a second run with "
+                    "--weights MODEL.PT"
+                )
+
+    def _wrong(self, gradients: Mapping[Tensor, bool]) -> str:
+        """After the first update: is what was trained what the model has, and is it saved?"""
+        held = {*_held(self._known)}
+        if outside := [name for name, value in self._begun.items() if value not in held]:
+            return (
+                f"no optimizer holds {_first(outside)}, which requires a gradient: make the "
+                "optimizer of the complete model's parameters; what shall not be trained gets "
+                "requires_grad_(False) before DDP is made"
+            )
+        trained = {name: value for name, value in self._begun.items() if value in gradients}
+        without = [name for name, value in trained.items() if not gradients[value]]
+        rates = [group["lr"] for part in self._known for group in part.param_groups]
+        if trained and self._all_zero:
+            return (
+                "no parameter had a gradient other than 0: call backward() before "
+                "optimizer.step(), and zero_grad() after it"
+            )
+        if without and not self._may_lack:
+            said = (
+                f"{_first(without)} had no gradient: use it for the loss, or call "
+                "requires_grad_(False) before DDP is made; if it is used in some steps, "
+                "DistributedDataParallel(..., find_unused_parameters=True)"
+            )
+            if self._by_ddp:
+                return said
+            log.warning(said)
+        if self._before and any(rates) and not self._scaler and self._before == self._bits():
+            return "no parameter changed, though the learning rate was above 0"
+        return self._not_saved(gradients) if self._whole else ""
+
+    def _not_saved(self, gradients: Mapping[Tensor, bool]) -> str:
+        states = [part.state_dict() for part in self._parts.values()]
+        saved = {leaf.data_ptr() for leaf in tree_leaves(states) if isinstance(leaf, Tensor)}
+        names = {value: name for name, value in self._begun.items()}
+        for optimizer in self._known:
+            for value in _held([optimizer]):
+                of = names.get(value) or f"a parameter of shape {tuple(value.shape)}"
+                memory = optimizer.state.get(value, {}).items()
+                for name, own in [(of, value), *((f"{of} ({key})", own) for key, own in memory)]:
+                    lost = isinstance(own, Tensor) and own.data_ptr() not in saved
+                    if lost and gradients.get(value) and value.requires_grad:
+                        return (
+                            f"{name}, which {type(optimizer).__name__} changes, is in no snapshot: "
+                            "give each model and optimizer to loop.resume(NAME=...)"
+                        )
+        return ""
+
+
+def _held(optimizers: Iterable[Optimizer]) -> Iterable[Tensor]:
+    return (p for each in optimizers for group in each.param_groups for p in group["params"])
+
+
+def _first(names: list[str]) -> str:
+    return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")

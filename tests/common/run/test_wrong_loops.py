@@ -1,0 +1,304 @@
+"""A loop that was changed so that it trains something else than it says ends with an error.
+
+Each case is a change to a copy of ddp_launch's train.py: old text and new text. What is right
+trains on.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from common.launch.ranks import Ranks
+from tests.helpers.pool import Pool
+from tests.helpers.training import DDP_LAUNCH, changed_recipe, run_changed
+
+PLAN = ("--epochs", "2", "--global-batch-size", "480")
+"""Two epochs of two steps."""
+PARALLELISE, OPTIMIZER = "        # parallelise\n", "        # optimizer\n"
+MADE = "optimizer = make_optimizer(model.parameters(), options, scaled=scaler.is_enabled())"
+RESUME = "loop.resume(model=model, optimizer=optimizer, scaler=scaler)"
+STEPS = "loop.steps(loader)"
+FORWARD, BACKWARD, STEP = "ddp(images)", "scaler.scale(loss).backward()", "scaler.step(optimizer)"
+AFTER_STEP = "loop.after_step(torch.cat(losses))  # logs, saves, stops on a signal"
+RESULT = "result = evaluate(model, val_loader, len(data.val))"
+AFTER_EPOCH = "loop.after_epoch(result, model.state_dict)  # keeps the weights if they are the best"
+FINISH = "loop.finish(model.state_dict())"
+HEAD = "list(model.parameters())[-2:]"
+
+
+class Case(NamedTuple):
+    changes: dict[str, str]
+    says: str = ""
+    ranks: tuple[int, ...] = (2,)
+    options: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    """Options of a run without the changes, from which this one resumes."""
+
+
+def after(old: str, line: str) -> dict[str, str]:
+    """The change that adds a line behind a line."""
+    (indent,) = re.findall(rf"(?m)^( *){re.escape(old.splitlines()[0].strip())}", DDP_LAUNCH)
+    return {old: f"{old}{'' if old.endswith(chr(10)) else chr(10) + indent}{line}"}
+
+
+def trained(pool: Pool, folder: Path, case: Case, ranks: int) -> list[str]:
+    if case.before:
+        assert not any(pool.run(run_changed, ranks, folder, {}, (*PLAN, *case.before)))
+    said: list[str] = pool.run(run_changed, ranks, folder, case.changes, (*PLAN, *case.options))
+    return said
+
+
+DIFFERS = r"features\.0\.weight .*differs between ranks after step 1,.*look at the code first: "
+PLANNED = r"loop\.{} came after step {} of 4, .*; expected {}"
+WRONG = {
+    "the model in place of ddp": Case({FORWARD: "model(images)"}, DIFFERS + r"model\(\)", (2, 3)),
+    "a loop in no_sync": Case({"with autocast:": "with autocast, ddp.no_sync():"}, DIFFERS),
+    "unfrozen after DDP, with an optimizer over all": Case(
+        {
+            PARALLELISE: "        model.features[0].requires_grad_(False)\n" + PARALLELISE,
+            OPTIMIZER: "        model.requires_grad_(True)\n" + OPTIMIZER,
+        },
+        DIFFERS,
+        (2, 3),
+    ),
+    "a parameter replaced after DDP": Case(
+        {OPTIMIZER: "        model.features[0] = type(model.features[0])(1, 8, 3, 1, 1)\n"},
+        "",
+    ),
+    "a learning rate by rank": Case(
+        {"set_lr(optimizer, loop.lr)": "set_lr(optimizer, loop.lr * (1 + ranks.rank))"},
+        "the learning rate of optimizer's group 0 .*differs between ranks after step 1",
+        (2, 3),
+    ),
+    "an update that one rank leaves out": Case(
+        {STEP: f"ranks.rank or {STEP}"},
+        "no optimizer made an update before loop.after_step counted step 1",
+        (2, 3),
+    ),
+    "weights of its own at the end": Case(
+        {FINISH: f"ranks.rank and model.features[0].reset_parameters()\n        {FINISH}"},
+        r"features\.0\.weight .*differs between ranks after step 4",
+    ),
+    "unfrozen after the optimizer was made": Case(
+        {PARALLELISE: "        model.features[0].requires_grad_(False)\n" + PARALLELISE}
+        | after(MADE, "model.requires_grad_(True)"),
+        r"no optimizer holds features\.0\.weight, ",
+        (1, 2),
+    ),
+    "an optimizer of a copy": Case(
+        after(MADE, "optimizer = make_optimizer(deepcopy(model).parameters(), options)"),
+        r"no optimizer holds features\.0\.weight",
+        (1, 2),
+    ),
+    "an optimizer of some parameters": Case(
+        after(MADE, f"optimizer = make_optimizer({HEAD}, options)"),
+        r"no optimizer holds features\.0\.weight",
+        (1,),
+    ),
+    "a layer that is not used": Case(
+        {PARALLELISE: "        model.extra = torch.nn.Linear(2, 2)\n" + PARALLELISE},
+        "Expected to have finished reduction .*find_unused_parameters=True",  # torch's words
+        (1, 2),
+    ),
+    "an output that is detached": Case(
+        {FORWARD: "(ddp(images).detach() + model.fc.bias)"},
+        r"features\.0\.weight \(and \d+ more\) had no gradient: .*find_unused_parameters=True",
+        (1, 2),
+    ),
+    "no backward": Case({BACKWARD: "pass"}, "no parameter had a gradient", (1, 2)),
+    "zero_grad before the step": Case(
+        {STEP: f"optimizer.zero_grad(); {STEP}"}, "no parameter had a gradient", (1,)
+    ),
+    "gradients set to 0": Case(
+        {STEP: f"optimizer.zero_grad(set_to_none=False); {STEP}"},
+        "no parameter had a gradient other than 0",
+        (1,),
+    ),
+    "weights that are put back": Case(
+        {STEP: f"kept = deepcopy(model.state_dict()); {STEP}; model.load_state_dict(kept)"},
+        "no parameter changed, .* \\(step 1\\)",
+        (1,),
+    ),
+    "an optimizer that no snapshot holds": Case(
+        {RESUME: "loop.resume(model=model)"},
+        r"features\.0\.weight \(momentum_buffer\), which SGD changes, is in no snapshot",
+        (1, 2),
+    ),
+    "a loss with parameters that no snapshot holds": Case(
+        after(MADE, "own = torch.nn.Parameter(torch.ones(3))")
+        | {"loop = Loop(": "optimizer.add_param_group({'params': [own]})\n        loop = Loop("}
+        | {"loss = losses[-1].sum()": "loss = own.prod() * losses[-1].sum()"},
+        r"a parameter of shape \(3,\), which SGD changes, is in no snapshot",
+        (1,),
+    ),
+    "no update": Case({STEP: "pass"}, "no optimizer made an update .* step 1", (1, 2)),
+    "an update in each second step": Case(
+        {STEP: f"loop.state.step % 2 or {STEP}"}, "no optimizer made an update .* step 2", (1, 2)
+    ),
+    "two updates": Case(
+        {STEP: f"{STEP}; optimizer.step()"}, "SGD made 2 updates .* step 1", (1, 3)
+    ),
+    "a step that is counted twice": Case(
+        {AFTER_STEP: "loop.after_step(torch.cat(losses)); loop.after_step(torch.cat(losses))"},
+        "no optimizer made an update .* step 2",
+        (1,),
+    ),
+    "no after_step": Case(
+        {AFTER_STEP: "pass"}, PLANNED.format("after_epoch", 0, "loop.after_step"), (1, 2)
+    ),
+    "no after_epoch": Case(
+        {AFTER_EPOCH: "pass"}, PLANNED.format("finish", 2, "loop.after_epoch"), (1, 2)
+    ),
+    "after_epoch twice": Case(
+        after(AFTER_EPOCH, "loop.after_epoch(result, model.state_dict)"),
+        PLANNED.format("after_epoch", 2, "one call per epoch"),
+        (1, 2),
+    ),
+    "a loader without loop.steps": Case(
+        {STEPS: "loader"}, PLANNED.format("after_step", 0, r"`for batch in loop\.steps"), (1, 2)
+    ),
+    "a loader without loop.steps, resumed": Case(
+        {STEPS: "loader"},
+        PLANNED.format("after_step", 1, r"`for batch in loop\.steps"),
+        (1, 2),
+        before=("--max-steps", "1"),
+    ),
+    "a break out of an epoch": Case(
+        after(AFTER_STEP, "break"), PLANNED.format("after_epoch", 1, "loop.after_step"), (1, 2)
+    ),
+    "a break before after_epoch": Case(
+        {RESULT: "break"}, PLANNED.format("finish", 2, "loop.after_epoch"), (1, 2)
+    ),
+    "a return": Case({RESULT: "return"}, "ended before loop.finish: no model.pt", (1, 2, 3)),
+    "no finish": Case({FINISH: "pass"}, "ended before loop.finish: no model.pt", (1, 2)),
+    "unfrozen on the way": Case(
+        {
+            PARALLELISE: "        model.features[0].requires_grad_(False)\n" + PARALLELISE,
+            SET_EPOCH: f"model.features[0].requires_grad_(epoch > 0); {SET_EPOCH}",
+        },
+        r"features\.0\.weight .*requires a gradient now, in step 3.*learning rate of 0.*--weights",
+        (1, 2),
+    ),
+    "frozen on the way": Case(
+        {SET_EPOCH: f"model.features[0].requires_grad_(epoch == 0); {SET_EPOCH}"},
+        r"features\.0\.weight .*requires no gradient any more, in step 3",
+        (1, 2),
+    ),
+}
+
+WRAPPED = """
+        class Wrapped(torch.optim.Optimizer):
+            def __init__(self, inner):
+                super().__init__(inner.param_groups, {})
+                self.inner, self.state, self.param_groups = inner, inner.state, inner.param_groups
+            def step(self, closure=None):
+                self.inner.step(); self.inner.step()
+        optimizer = Wrapped(optimizer)"""
+OWN = """
+        class Own(torch.optim.SGD):
+            def step(self, closure=None):
+                return super().step(closure)
+        optimizer = Own(model.parameters(), lr=0.1)"""
+TWO = f"""
+        second = torch.optim.Adam({HEAD}, lr=0.001)
+        optimizer = make_optimizer(list(model.parameters())[:-2], options)"""
+BOTH = {RESUME: "loop.resume(model=model, optimizer=optimizer, second=second)"}
+RIGHT = {
+    "an optimizer that wraps one": Case(after(MADE, WRAPPED), ranks=(2,)),
+    "an optimizer whose step calls another's": Case(after(MADE, OWN), ranks=(1, 2)),
+    "two optimizers of unlike frequency": Case(
+        after(MADE, TWO) | BOTH | {STEP: "optimizer.step(); loop.state.step % 2 and second.step()"},
+        ranks=(1, 2, 3),
+    ),
+    "several updates of one of two optimizers": Case(
+        after(MADE, TWO) | BOTH | {STEP: "optimizer.step(); second.step(); second.step()"}
+    ),
+    "an optimizer per parameter": Case(
+        after(MADE, "each = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]")
+        | {RESUME: "loop.resume(model=model)", STEP: "[one.step() for one in each]"}
+    ),
+    "an average in the state": Case(
+        after(MADE, "ema = torch.optim.swa_utils.AveragedModel(model)")
+        | {RESUME: "loop.resume(model=model, optimizer=optimizer, ema=ema)"}
+        | after(STEP, "ema.update_parameters(model)")
+        | {FINISH: "loop.finish(ema.module.state_dict())"},
+        ranks=(1, 2),
+    ),
+    "frozen at the start": Case(
+        {PARALLELISE: "        model.features[0].requires_grad_(False)\n" + PARALLELISE},
+        ranks=(1, 3),
+    ),
+    "a declared layer that is not used": Case(
+        {
+            PARALLELISE: "        model.extra = torch.nn.Linear(2, 2)\n" + PARALLELISE,
+            "gradient_as_bucket_view=True,": "find_unused_parameters=True,",
+        },
+        ranks=(1, 2),
+    ),
+    "an own schedule": Case(
+        after(MADE, "schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)")
+        | {"set_lr(optimizer, loop.lr)": "pass", AFTER_STEP: f"schedule.step(); {AFTER_STEP}"}
+        | {RESUME: "loop.resume(model=model, optimizer=optimizer, schedule=schedule)"}
+    ),
+    "a learning rate of 0 at first": Case(
+        {"set_lr(optimizer, loop.lr)": "set_lr(optimizer, loop.lr * (loop.state.step > 1))"},
+        ranks=(1,),
+    ),
+    "fp16": Case({}, options=("--precision", "fp16", "--optimizer", "adamw", "--lr", "0.001")),
+    "fp64": Case({}, options=("--precision", "fp64", "--momentum", "0", "--channels-last")),
+    "bf16": Case({}, options=("--precision", "bf16", "--freeze-layers")),
+    "fp16 whose first updates overflow": Case(
+        after(MADE, "scaler._init_scale = 2.0**40"), options=("--precision", "fp16")
+    ),
+    "accumulation": Case({}, options=("--accumulate", "2"), ranks=(3,)),
+    "virtual ranks": Case({}, options=("--virtual-ranks", "4", "--norm", "batch"), ranks=(1, 3)),
+    "BatchNorm": Case({}, options=("--norm", "batch")),
+    "a resumed run": Case({}, before=("--max-steps", "1"), ranks=(1, 3)),
+    "a break on all ranks": Case(after(AFTER_EPOCH, "break"), ranks=(1, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_loop_that_trains_something_else_ends_with_an_error(
+    pool: Pool, tmp_path: Path, name: str
+) -> None:
+    for ranks in WRONG[name].ranks:
+        said = trained(pool, tmp_path / str(ranks), WRONG[name], ranks)
+        assert all(said), f"a rank of {ranks} ended as if nothing had happened: {said}"
+        assert any(re.search(WRONG[name].says, line) for line in said), said
+        assert WRONG[name].before or not (tmp_path / str(ranks) / "model.pt").exists()
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_loop_that_is_right_trains_on(pool: Pool, tmp_path: Path, name: str) -> None:
+    for ranks in RIGHT[name].ranks:
+        said = trained(pool, tmp_path / str(ranks), RIGHT[name], ranks)
+        assert not any(said), said
+        assert (tmp_path / str(ranks) / "model.pt").exists()
+
+
+def test_a_run_that_leaves_its_epochs_early_has_finished(pool: Pool, tmp_path: Path) -> None:
+    case = RIGHT["a break on all ranks"]
+    assert not any(trained(pool, tmp_path, case, 2))
+    summary = (tmp_path / "summary.json").read_text()
+    found = json.loads(summary)
+    assert [found[name] for name in ("epochs", "steps", "planned_steps")] == [1, 2, 4]
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status == {"status": "finished", "early": "after epoch 1"}
+    assert not any(trained(pool, tmp_path, case, 2)), "the repeated command"
+    assert (tmp_path / "summary.json").read_text() == summary, "trains no more"
+
+
+def main_of_changed(_ranks: Ranks, changes: dict[str, str], arguments: list[str]) -> int:
+    return int(changed_recipe(changes).main(arguments))
+
+
+def test_a_run_that_ends_without_a_model_has_failed(pool: Pool, tmp_path: Path) -> None:
+    arguments = [*PLAN, "--nproc", "1", "--output-dir", str(tmp_path)]
+    assert pool.run(main_of_changed, 1, {RESULT: "return"}, arguments) == [1]
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["status"] == "failed"
+    assert "ended before loop.finish: no model.pt was written" in status["error"]
