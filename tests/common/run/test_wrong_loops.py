@@ -21,6 +21,7 @@ PARALLELISE, OPTIMIZER = "        # parallelise\n", "        # optimizer\n"
 MADE = "optimizer = make_optimizer(model.parameters(), options, scaled=scaler.is_enabled())"
 RESUME = "loop.resume(model=model, optimizer=optimizer, scaler=scaler)"
 STEPS = "loop.steps(loader)"
+EPOCHS = "for _ in loop.epochs(ddp):  # times ddp's steps, to find a slow rank"
 FORWARD, BACKWARD, STEP = "ddp(images)", "scaler.scale(loss).backward()", "scaler.step(optimizer)"
 AFTER_STEP = "loop.after_step(torch.cat(losses))  # logs, saves, stops on a signal"
 RESULT = "result = evaluate(model, val_loader, len(data.val))"
@@ -177,13 +178,13 @@ WRONG = {
     "unfrozen on the way": Case(
         {
             PARALLELISE: "        model.features[0].requires_grad_(False)\n" + PARALLELISE,
-            SET_EPOCH: f"model.features[0].requires_grad_(epoch > 0); {SET_EPOCH}",
+            EPOCHS: f"{EPOCHS}\n            model.features[0].requires_grad_(loop.state.epoch > 0)",
         },
         r"features\.0\.weight .*requires a gradient now, in step 3.*learning rate of 0.*--weights",
         (1, 2),
     ),
     "frozen on the way": Case(
-        {SET_EPOCH: f"model.features[0].requires_grad_(epoch == 0); {SET_EPOCH}"},
+        {EPOCHS: f"{EPOCHS}\n            model.features[0].requires_grad_(not loop.state.epoch)"},
         r"features\.0\.weight .*requires no gradient any more, in step 3",
         (1, 2),
     ),
