@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
-from common import cli, driver
+from common import cli
 from common.errors import InputError
 from common.launch.ranks import Ranks
 from common.run.options import RunOptions
@@ -98,7 +98,7 @@ def test_copies_on_one_host_take_its_gpus_in_turn(monkeypatch: pytest.MonkeyPatc
     def devices(gpus: int, copies: int, stages: int = 2) -> list[str]:
         """The numbers of the GPUs of each copy's stages."""
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        monkeypatch.setattr(driver, "usable_gpus", lambda: None)
+        monkeypatch.setattr(torch.cuda, "init", lambda: None)
         all_ranks = [Ranks(rank, rank, copies, copies) for rank in range(copies)]
         options = ParallelOptions(stages=stages)
         found = [devices_of_copy(options, "auto", ranks) for ranks in all_ranks]
