@@ -14,6 +14,8 @@ from common.kernels import choose_kernels
 from tests.helpers.commands import Recipe
 from tests.helpers.pool import Pool
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what needs a GPU is in tests/gpu_check.py
+
 # Some tests train in this process, and some modules compute when they are imported.
 choose_kernels(portable=True)
 torch.set_num_threads(1)  # as ranks do
