@@ -135,11 +135,11 @@ def synchronize(*devices: torch.device) -> None:
             torch.cuda.synchronize(device)
 
 
-def set_device(device: torch.device) -> None:
-    """Make a GPU the one that this process works on.
+def open_contexts(*devices: torch.device) -> None:
+    """Let autograd's thread for each GPU begin with a small backward pass.
 
-    Autograd has a thread per GPU. Its first work is small, because cuBLAS warns if it is the first
-    to need a CUDA context in a thread ("there was no current CUDA context").
+    cuBLAS warns if it is the first that needs a CUDA context in a thread.
     """
-    torch.cuda.set_device(device)
-    torch.ones((), device=device, requires_grad=True).mul(2).backward()
+    for device in devices:
+        if device.type == "cuda":
+            torch.ones((), device=device, requires_grad=True).mul(2).backward()

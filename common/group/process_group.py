@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.errors import Checked, InputError, StopRequested
 from common.group.collectives import gather
-from common.group.devices import choose_backend, set_device
+from common.group.devices import choose_backend, open_contexts
 from common.group.interfaces import choose_interface
 from common.group.rendezvous import meet
 from common.launch.process import show_messages_to_parent
@@ -39,7 +39,8 @@ def process_group(
     """
     name = choose_backend(backend, device)
     if device.type == "cuda":
-        set_device(device)
+        torch.cuda.set_device(device)
+        open_contexts(device)
     if "nccl" in name:
         show_messages_to_parent()
     # For `common.watch`. Later versions than torch 2.10 record so many collectives by themselves.

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
@@ -17,6 +18,7 @@ from common.errors import InputError
 from common.launch.ranks import Ranks
 from common.run.options import RunOptions
 from common.training.models import ModelOptions, build_model
+from recipes.model_parallel_toy import split
 from recipes.model_parallel_toy import train as parallel
 from recipes.model_parallel_toy.pipeline import Pipeline
 from recipes.model_parallel_toy.split import (
@@ -115,6 +117,21 @@ def test_copies_on_one_host_take_its_gpus_in_turn(monkeypatch: pytest.MonkeyPatc
     assert devices(gpus=3, copies=2) == ["00", "11"]
     assert devices(gpus=4, copies=3) == ["00", "11", "22"]
     assert devices(gpus=5, copies=2) == ["01", "23"]
+
+
+def test_copies_on_several_gpus_each_are_connected_by_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL: "Tensor found on device cuda:0 but backend constrained to cuda:1". GPUs: simulated."""
+    groups: list[Any] = []
+    monkeypatch.setattr(split, "Chain", lambda *_: chain())
+    monkeypatch.setattr(split, "open_contexts", lambda *_: None)
+    monkeypatch.setattr(dist, "new_group", lambda backend: backend)
+    monkeypatch.setattr(
+        split, "DistributedDataParallel", lambda _, process_group: groups.append(process_group)
+    )
+    one, two = (torch.device("cuda", number) for number in range(2))
+    for devices in ((one, one), (one, two)):
+        Split([], list(devices), 1, copies=2)
+    assert groups == [None, "gloo"]
 
 
 def piped(

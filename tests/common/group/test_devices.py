@@ -1,6 +1,7 @@
 """Which device a process takes, and what it says where there should be a GPU but none works."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from common import cli
 from common.errors import InputError
-from common.group.devices import choose_device, set_device, why_there_are_gpus
+from common.group.devices import choose_device, why_there_are_gpus
 from common.group.process_group import process_group
 from common.launch.ranks import Ranks
 
@@ -108,17 +109,18 @@ def test_autograds_thread_has_a_context_before_the_first_step(
         backward(*tensors, **more)
         calls.append("backward")
 
-    def stop(_device: torch.device) -> None:
+    def stop(_backend: str) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(f"set {device}"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=""))
     monkeypatch.setattr(torch, "ones", on_cpu)
     monkeypatch.setattr(torch.autograd, "backward", note)
-    set_device(torch.device("cuda", 3))
-    assert calls == ["set cuda:3", "a tensor on cuda:3", "backward"]
-    monkeypatch.setattr("common.group.process_group.set_device", stop)
-    with pytest.raises(KeyboardInterrupt), process_group(Ranks(), torch.device("cuda"), "gloo", 60):
+    monkeypatch.setattr("common.group.process_group.gloo_does_not_disturb", stop)
+    gpu = torch.device("cuda", 3)
+    with pytest.raises(KeyboardInterrupt), process_group(Ranks(), gpu, "gloo", 60):
         pass
+    assert calls == ["set cuda:3", "a tensor on cuda:3", "backward"]
 
 
 @pytest.mark.parametrize("name", ["ddp_launch", "ddp_spawn"])
