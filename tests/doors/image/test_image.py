@@ -328,9 +328,6 @@ def test_limits_of_memory_and_processes_are_named(engine: Engine, image: str, ru
     assert line.startswith(
         "error: this container or job may use 600 MiB, and each of 2 ranks needs about 0.8 GB"
     )
-    refused = run(engine, *two, folder=runs, docker=(*user, "--pids-limit=14"))
-    assert refused.status == 2
-    assert "allows 14 processes and threads" in refused.errors[0], refused.stderr
     few = run(engine, *two, folder=runs, docker=(*user, "--pids-limit=20"))
     assert few.status != 0
     assert "give it a larger --pids-limit" in few.errors[0], few.stderr
