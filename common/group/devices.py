@@ -61,10 +61,10 @@ def _warn_if_the_program_hides_gpus() -> None:
         began = Path("/proc/self/environ").read_bytes()  # as this process was started
     found = re.search(rb"(?:^|\0)CUDA_VISIBLE_DEVICES=([^\0]*)", began)
     before, now = os.fsdecode(found[1]) if found else None, os.environ.get(name)
-    if b"PATH=" in began and now != before:  # else a title of the process stands there
-        was, is_now = ("unset" if value is None else repr(value) for value in (before, now))
+    if now and now != before and b"PATH=" in began:  # else a title of the process stands there
+        was = "unset" if before is None else repr(before)
         log.warning(
-            f"the program has changed {name} from {was} to {is_now}: CUDA or a launcher may have "
+            f"the program has changed {name} from {was} to {now!r}: CUDA or a launcher may have "
             "read it before; set it in the shell"
         )
 
