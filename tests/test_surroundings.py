@@ -3,11 +3,13 @@
 import sys
 
 from tests.helpers.commands import ROOT, Recipe
+from tests.helpers.machine import OLD_DRIVER, library
 
 TEST = """
-import os
 import warnings
 import pytest
+import torch
+from common.launch.start import LaunchOptions
 from tests.helpers.commands import clean_env
 
 
@@ -16,7 +18,8 @@ def warn(module):
 
 
 def test_here(request):
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert not torch.cuda.is_available()
+    assert LaunchOptions().processes("auto") == 2
     assert request.config.pluginmanager.has_plugin("timeout")
     assert clean_env({"PYTHONPATH": "mine"})["PYTHONPATH"].startswith("mine:PACKAGES:ROOT")
     warn("torch.jit._script")
@@ -35,6 +38,8 @@ def test_gpus_plugins_and_old_libraries_around_the_tests_do_not_matter(recipe: R
     test = recipe.tmp_path / "test_it.py"
     test.write_text(TEST.replace("PACKAGES", str(packages)).replace("ROOT", str(ROOT)))
     command = f"-m pytest -q -n 0 -c {ROOT}/pyproject.toml -p tests.conftest -p no:cacheprovider"
-    env = {"CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": f"{packages}:{ROOT}"}
+    driver = library(recipe.tmp_path / "driver", "libcuda.so.1", OLD_DRIVER)
+    env = {"LD_LIBRARY_PATH": str(driver), "PYTHONPATH": f"{packages}:{ROOT}"}
+    env["CUDA_VISIBLE_DEVICES"] = "0"
     done = recipe.finish(recipe.start(sys.executable, *command.split(), test, env=env), test)
     assert done.status == 0, done.stdout + done.stderr

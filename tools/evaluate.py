@@ -310,8 +310,7 @@ def main(arguments: Sequence[str]) -> int:
                 f"--data-path is for photos: {recipe.__name__} makes its own data, and evaluates "
                 "the run's held-out samples"
             )
-        nproc = options.processes(given.device)
-        if ranks.launcher == "none" and nproc > 1:
+        if ranks.launcher == "none" and (nproc := options.processes(given.device)) > 1:
             refuse_more_than_fit(nproc)
             return launch(["-m", "recipes", "evaluate", *arguments], nproc, options)
     except ValueError as error:
