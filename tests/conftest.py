@@ -16,6 +16,7 @@ from tests.helpers.pool import Pool
 
 # No test sees a GPU or loads its driver, be it broken: what needs a GPU is in tests/gpu_check.py.
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+os.environ["PYTHONWARNINGS"] = "ignore:CUDA initialization:UserWarning"  # of a broken driver
 
 # Some tests train in this process, and some modules compute when they are imported.
 choose_kernels(portable=True)

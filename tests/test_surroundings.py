@@ -19,6 +19,7 @@ def warn(module):
 
 def test_here(request):
     assert not torch.cuda.is_available()
+    torch.ones((), requires_grad=True).mul(2).backward()
     assert LaunchOptions().processes("auto") == 2
     assert request.config.pluginmanager.has_plugin("timeout")
     assert clean_env({"PYTHONPATH": "mine"})["PYTHONPATH"].startswith("mine:PACKAGES:ROOT")
