@@ -214,9 +214,7 @@ class Split(nn.Module):
         self.parallel: nn.Module = self.chain
         open_contexts(*devices)
         if copies > 1:  # a module on several devices is wrapped without device_ids
-            # NCCL's group is of one GPU per rank (`device_id`), so gloo connects several per rank.
-            group = dist.new_group(backend="gloo") if len(set(devices)) > 1 else None
-            self.parallel = DistributedDataParallel(self.chain, process_group=group)
+            self.parallel = DistributedDataParallel(self.chain)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Outputs of this copy alone: DDP's forward would wait for the other copies."""
