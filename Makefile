@@ -56,8 +56,8 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: run runs pack predict evaluate new reproduce doctor tensorboard diff-ddp check format test test-slow \
-	test-slurm image-test faults soak gpu-check bench bench-peers image image-run image-repro image-aarch64 sbom \
+.PHONY: run runs pack predict evaluate new reproduce doctor tensorboard diff-ddp check format test gpu-check bench \
+	image image-run image-repro image-aarch64 sbom \
 	slurm-check venv lock audit clean help venv-dev venv-peers packages packages-dev packages-peers \
 	need-run need-input need-suite
 
@@ -142,9 +142,6 @@ need-suite:
 	@case "$(SUITE)" in ""|slow|slurm|image|faults|soak) ;; *) \
 	echo "error: no suite $(SUITE): SUITE is slow, slurm, image, faults or soak" >&2; exit 2 ;; esac
 
-test-slow test-slurm image-test faults soak:
-	@echo "error: make $@ is now: make test SUITE=$(patsubst test-%,%,$(patsubst %-test,%,$@))" >&2; exit 2
-
 gpu-check: $(INSTALLED) ## Check what needs a GPU (minutes); writes tests/results/gpu_check.json
 	@$(PYTHON) -m tests.gpu_check $(ARGS)
 
@@ -152,9 +149,6 @@ gpu-check: $(INSTALLED) ## Check what needs a GPU (minutes); writes tests/result
 
 bench: $(if $(filter peers,$(WHAT)),$(INSTALLED_PEERS),$(INSTALLED_DEV)) ## Measure speed, a recipe (RECIPE=NAME), or ddp_launch beside other libraries (WHAT=peers)
 	@$(PYTHON) -m tools.bench $(RECIPE) $(WHAT) $(ARGS)
-
-bench-peers:
-	@echo "error: make $@ is now: make bench WHAT=peers" >&2; exit 2
 
 ## Images and clusters
 

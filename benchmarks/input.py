@@ -76,7 +76,7 @@ def run_variant(variant: str, root: Path) -> float:
     options = DataOptions("imagefolder", root, verify_images=False, num_workers=WORKERS)
     with process_group(Ranks(), CPU, "gloo", 60):
         data = load_data(options, 0, Ranks())
-        _, batches, _ = rank_loaders(data, options, BATCH_SIZE, 0, (0, 1), CPU, torch.float32, root)
+        batches, _ = rank_loaders(data, options, [BATCH_SIZE], 0, 0, CPU, torch.float32, root)
         return samples_per_s(batches)
 
 

@@ -229,7 +229,7 @@ def open_index(folder: Path) -> str:
     checked_s = time.perf_counter() - begun_s
     opened_mib = private_mib() - before
     train, _ = found.listing.split(0)
-    next(iter(GlobalBatches(len(train), 64, 0, 0, 1)))
+    next(iter(GlobalBatches(len(train), [64], 0, 0)))
     return f"{opened_s} {checked_s} {opened_mib} {private_mib() - before}"
 
 
@@ -295,7 +295,7 @@ def speed_of_reader(reader: str, root: Path, side: int, count: int) -> float:
             images: Any = data.train.source.pack
             contents = [images.read(index) for index in range(len(images))]
             images.read, images.will_read = contents.__getitem__, lambda _: None
-        _, batches, _ = rank_loaders(data, options, 32, 0, (0, 1), CPU, torch.float32, root)
+        batches, _ = rank_loaders(data, options, [32], 0, 0, CPU, torch.float32, root)
         return timed(batches, count)
 
 

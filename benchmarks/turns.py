@@ -28,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 from common.data.batches import DeviceBatches
 from common.data.datasets import DataOptions, load_data
 from common.data.loaders import rank_loaders
-from common.data.stream import GlobalBatches
 from common.errors import TrainingError
 from common.group.collectives import gather
 from common.group.process_group import process_group
@@ -80,18 +79,11 @@ def take_turns(case: Case, rounds: int, ranks: Ranks) -> dict[str, list[float]]:
         data = load_data(case.data, 0, ranks)
         streams: dict[int, Iterator[Any]] = {}
         for accumulate in {way.accumulate for way in case.ways.values()}:
-            batch_size = case.samples_a_rank * accumulate * ranks.world_size
-            batches, loader, _ = rank_loaders(
-                data,
-                case.data,
-                batch_size,
-                0,
-                (ranks.rank, ranks.world_size),
-                device,
-                torch.float32,
-                Path(),
+            sizes = [case.samples_a_rank * accumulate] * ranks.world_size
+            loader, _ = rank_loaders(
+                data, case.data, sizes, 0, ranks.rank, device, torch.float32, Path()
             )
-            streams[accumulate] = _endless(batches, loader)
+            streams[accumulate] = _endless(loader)
         copies = {}
         for name, way in case.ways.items():
             seed_everything(0)
@@ -138,9 +130,9 @@ def take_turns(case: Case, rounds: int, ranks: Ranks) -> dict[str, list[float]]:
     return found
 
 
-def _endless(batches: GlobalBatches, loader: DeviceBatches) -> Iterator[Any]:
+def _endless(loader: DeviceBatches) -> Iterator[Any]:
     while True:
-        batches.set_epoch(batches.epoch + 1)
+        loader.keys.set_epoch(loader.keys.epoch + 1)
         yield from loader
 
 

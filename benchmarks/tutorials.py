@@ -38,6 +38,7 @@ from common.data.loaders import rank_loaders
 from common.group.process_group import process_group
 from common.launch.ranks import Ranks
 from common.machine import describe_machine
+from common.run.plan import make_plan
 from common.seeds import seed_everything
 from common.training.models import build_model
 from common.writing import write_json
@@ -137,16 +138,15 @@ def batches_of(case: Case, folder: Path, world_size: int) -> tuple[list[Batches]
     seed_everything(config.run.seed)  # as the recipe does, before it draws initial weights
     with process_group(Ranks(), CPU, "gloo", 600):
         data = load_data(config.data, config.run.seed, Ranks())
-        options, size = config.optimizer.fit(len(data.train), world_size)
+        plan = make_plan(config.optimizer, len(data.train), world_size)
         found = []
         for rank in range(world_size):
-            share, own = (rank, world_size), list[list[tuple[Tensor, Tensor]]]()
-            keys, loader, _ = rank_loaders(
-                data, config.data, size, config.run.seed, share, CPU, torch.float64, folder
+            own = list[list[tuple[Tensor, Tensor]]]()
+            loader, _ = rank_loaders(
+                data, config.data, plan.sizes, config.run.seed, rank, CPU, torch.float64, folder
             )
-            steps = options.max_steps or options.epochs * keys.steps_per_epoch
-            for epoch in range(-(-steps // keys.steps_per_epoch)):
-                keys.set_epoch(epoch, 0, steps - epoch * keys.steps_per_epoch)
+            for epoch in range(-(-plan.last_step // plan.steps_per_epoch)):
+                loader.keys.set_epoch(epoch, 0, plan.last_step - epoch * plan.steps_per_epoch)
                 own.append([(images, labels) for images, labels in loader])
             found.append(own)
     return found, config, data

@@ -9,17 +9,17 @@ Where to change what. Each room and file imports only from those below it; a tes
       micro_batches     the parts of a rank's batch in each step of DDP
       loop              between two steps: --log-every, save, stop, resume, the best epoch
       options           --output-dir, --resume, --keep-snapshots, how long ranks wait: --timeout-s
+      plan              batch sizes, steps and rates: decided and refused once
       parts             the loaders and the model of a run
       begin             logs, determinism, the seed; the first line of a run
       check             --check
       folder            what a run writes: config, manifest, metrics.jsonl, summary, model.pt
       claim             which folder a run may write into; the names of its files
-      finished          whether a finished run's files are whole
       curves            TensorBoard
       history           the time of a run over all its starts: goodput
     training/           what is trained
       models            models by name, weights to begin with, freezing
-      optimizer         optimizer, batch size, learning rate, its schedule, --clip-grad-norm
+      optimizer         options of length, batch size and rate; optimizer, --clip-grad-norm
       ddp               around DistributedDataParallel: accumulation, bf16 gradients, SyncBatchNorm
       virtual_ranks     the same bits on any number of processes
       evaluation        metrics over every validation sample once; --best-by; a loss that explodes
@@ -46,7 +46,7 @@ Where to change what. Each room and file imports only from those below it; a tes
     manifest            what a run records of its ranks, seed and determinism
     identity            options that decide a run's numbers; --resume of another run is refused
     machine             what is recorded of this machine, the code and the libraries
-    replicas            do all ranks hold and compute the same bits?
+    replicas            do all ranks hold the same bits?
     profile             --profile: torch's profiler over a few steps
     throughput          speed of training and of loading; memory; how busy the GPUs are
     seeds               random generators and their states, determinism, TF32, bf16, fp16
@@ -55,12 +55,11 @@ Where to change what. Each room and file imports only from those below it; a tes
     fingerprint         small operations that show whether two machines compute the same bits
     group/              the ranks together
       process_group     joined by all ranks
-      rendezvous        how the ranks find each other, or hear why they cannot
+      rendezvous        how the ranks find each other, or hear why they cannot; who is missing
       stop              all ranks stop after the same step
       clocks            how far the clocks of two hosts are apart
       collectives       what ranks tell each other besides gradients; errors on which all agree
       devices           which GPU or CPU; gloo or nccl
-      host              CPU cores and limits of this process
       interfaces        the network interface that leads to the other ranks
     terminal            what rank 0 shows: lines, tables, progress bars
     restart             --restarts, --shrink
@@ -69,9 +68,8 @@ Where to change what. Each room and file imports only from those below it; a tes
       process           being a rank: how it ends, what it forks
       report            which of several failures is shown, with which exit status
       ranks             who am I? The variables of every launcher
-      nodes             how Slurm writes its nodes
       port              the address and port on which rank 0 listens
-      capacity          how many ranks fit this machine
+      capacity          how many ranks fit this machine; the CPU cores of this process
     watch/              runs that watch themselves
       stragglers        which rank is slow
       clock             where the time goes, and advice: data, compute, waiting, saving, evaluation

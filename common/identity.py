@@ -22,9 +22,7 @@ def decisive(options: Options, config: Any) -> Options:
     """
     kinds = get_type_hints(config if isinstance(config, type) else type(config)).values()
     found = [o for kind in kinds for o in fields(kind) if "may_change" not in o.metadata]
-    # A run of before the option was there had its `earlier` value.
-    earlier = {o.name: o.metadata.get("earlier") for o in found}
-    values = {name: options.get(name, earlier.get(name)) for name in ("recipe", *earlier)}
+    values = {name: options.get(name) for name in ("recipe", *(option.name for option in found))}
     for option in found:
         if same := option.metadata.get("same_as"):
             values[option.name] = same.get(values[option.name], values[option.name])

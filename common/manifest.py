@@ -25,14 +25,10 @@ _ENVIRONMENT = (
     "CUDA_VISIBLE_DEVICES",
     "GLOO_SOCKET_IFNAME",
     "MKL_NUM_THREADS",
-    "NCCL_ALGO",
-    "NCCL_IB_DISABLE",
-    "NCCL_PROTO",
-    "NCCL_SOCKET_IFNAME",
     "OMP_NUM_THREADS",
     "PYTHONHASHSEED",
     "SLURM_JOB_NUM_NODES",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_DIST_USE_NCCL2",
 )
 _START = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
@@ -79,7 +75,7 @@ def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) 
             "cpu_threads": torch.get_num_threads(),
         },
         "fingerprint": fingerprints[0],
-        "environment": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+        "environment": environment(),
         "start": {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "folder": str(Path("/proc/self/cwd").readlink()),  # cwd() fails if it was removed
@@ -87,6 +83,13 @@ def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) 
         },
         "data_fingerprint": data_fingerprint,
     }
+
+
+def environment() -> dict[str, str]:
+    """The variables that may decide a result, and all of NCCL's, without secrets."""
+    kept = (n for n in os.environ if n in _ENVIRONMENT or n.startswith(("NCCL_", "TORCH_NCCL_")))
+    pairs = (without_secrets(f"{name}={os.environ[name]}") for name in sorted(kept))
+    return dict(pair.split("=", 1) for pair in pairs)
 
 
 def continued(now: dict[str, Any], then: dict[str, Any], step: int) -> dict[str, Any]:

@@ -16,12 +16,6 @@ def may_change(default: T) -> T:
     return value
 
 
-def since(default: T, earlier: T) -> T:
-    """Default of an option that is newer than some recorded runs, which had the `earlier` value."""
-    value: T = field(default=default, metadata={"earlier": earlier})
-    return value
-
-
 def same_as(default: T, **others: T) -> T:
     """Default of an option of which some values (`others`, as keywords) count as another value."""
     value: T = field(default=default, metadata={"same_as": others})

@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same bits, and whether they compute them.
+"""Whether all ranks hold the same bits.
 
 Replicas start with the same bits and take the same steps, so a difference is a fault: of a device,
 of memory or of a driver. It raises no error by itself.
@@ -12,11 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from common.group.collectives import broadcast, gather
+from common.group.collectives import gather
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -53,40 +51,6 @@ def unlike_replicas(parts: Mapping[str, Any], step: int, *, buffers: bool) -> st
         held |= {name: parameter, **{k: v for k, v in state.items() if isinstance(v, Tensor)}}
     votes = enumerate(_votes(map(fingerprint, held.values())))
     return _verdict(f"differs between ranks after step {step}", list(held), votes)
-
-
-def audit(shards: Any, autocast: torch.autocast) -> str:
-    """Let all ranks compute one rank's gradients of this step again; every rank calls this.
-
-    Call it after the backward pass, before the gradients are used. It computes again from the
-    rank's inputs and the gradient of its outputs. It changes nothing that training uses.
-
-    Args:
-        shards: DDP's module after `use_virtual_ranks`.
-        autocast: the context that training uses.
-
-    Returns:
-        Which gradient differs and which rank is at fault; empty if nothing differs, or if this step
-        is not audited.
-    """
-    if not (seen := shards.seen):
-        return ""
-    step, world_size = shards.seeds[1] + 1, dist.get_world_size()
-    owner = step // shards.audit_every % world_size
-    mine: Any = (seen["inputs"], seen["output_gradient"]) if dist.get_rank() == owner else ()
-    mine = tree_map_only(Tensor, lambda x: x.to("cpu", copy=True), mine)
-    device = seen["output_gradient"].device
-    with shards.tree.waiting():
-        mine = broadcast(mine, owner)
-    inputs, gradient = tree_map_only(Tensor, lambda x: x.to(device), mine)
-    again = shards.fingerprints_again(owner, inputs, gradient, autocast)
-    shards.seen = {}
-    with shards.tree.waiting():
-        sent = _votes(seen["sent"][parameter] for parameter in shards.trained.values())
-        votes = [(owner, sent[owner]), *enumerate(_votes(again))]
-    names = [f"{name.removeprefix('_orig_mod.')}'s gradient" for name in shards.trained]
-    what = f"differs when all ranks compute rank {owner}'s part of step {step} again"
-    return _verdict(what, names, votes)
 
 
 def _votes(fingerprints: Iterable[Tensor]) -> list[tuple[int, ...]]:

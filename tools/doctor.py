@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from common import ROOT, stack
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
-from common.group.host import usable_cores
 from common.hints import SHARED_MEMORY_HINT, hint
+from common.launch.capacity import usable_cores
 from common.launch.process import end_with_parent
 from common.launch.ranks import Ranks, resolve
 from common.launch.start import LaunchOptions
@@ -53,9 +53,9 @@ def warn_if(wrong: bool, found: str, fix: str) -> Finding:
 def place(ranks: Ranks) -> Iterator[Finding]:
     """Host, container, rank."""
     container = os.environ.get("RECIPES_STACK") or Path("/.dockerenv").exists()
-    facts = f"host {socket.gethostname()}{' in a container' if container else ''}"
+    where = f"host {socket.gethostname()}{' in a container' if container else ''}"
     rank = f", rank {ranks.rank} of {ranks.world_size}" if ranks.launcher != "none" else ""
-    yield Finding("ok", f"{facts}, Python {sys.version.split()[0]}{rank}")
+    yield Finding("ok", f"{where}, Python {sys.version.split()[0]}{rank}")
 
 
 def software() -> Iterator[Finding]:
@@ -85,6 +85,9 @@ def devices(ranks: Ranks) -> Iterator[Finding]:
         fix = "NCCL then copies through host memory (nccl#1066): give srun --gpus-per-node"
         alone = count == 1 < ranks.local_world_size
         yield warn_if(alone, f"{count} GPUs{' of this host for each rank' if alone else ''}", fix)
+    elif count > 1:
+        ways = os.environ.get("NCCL_ALGO", "not by NVLS or CollNet, if --deterministic")
+        yield Finding("ok", f"NCCL adds between GPUs: {ways} (NCCL_ALGO)")
     for number in range(count) if ranks.launcher == "none" else ():
         free, total = torch.cuda.mem_get_info(number)
         name = torch.cuda.get_device_name(number)
@@ -242,7 +245,6 @@ def main(arguments: Sequence[str]) -> int:
     """Run from a command line; returns the exit status."""
     parser = Parser("doctor", __doc__)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    helped = "processes that share this machine; adds a real all-reduce"
-    parser.add_argument("--nproc", type=int, help=helped)
+    parser.add_argument("--nproc", type=int, help="processes here; adds a real all-reduce of them")
     parser.add_argument("--output-dir", type=given_path, default=Path("runs"), help="of all runs")
     return attempt(lambda: doctor(parser.parse_args(list(arguments))))

@@ -38,7 +38,7 @@ from common.data.decode import image_fault, is_image, refuse_faults
 from common.data.image_folder import Files, Header, Listing, list_images
 from common.data.packed import HEAD, INDEX, RESTORE, Pack, Shard
 from common.errors import InputError, TrainingError
-from common.group.host import usable_cores
+from common.launch.capacity import usable_cores
 from common.launch.report import say
 from common.option_rules import refuse_below
 from common.parse import given_path, input_errors

@@ -28,7 +28,7 @@ from common.data.decode import SUFFIXES, decoded, is_image
 from common.data.image_folder import images_and_others, left_out
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
 from common.group.devices import choose_device
-from common.group.host import usable_cores
+from common.launch.capacity import usable_cores
 from common.launch.ranks import Ranks
 from common.launch.report import say
 from common.parse import given_path

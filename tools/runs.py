@@ -7,8 +7,6 @@
 A run is finished, running, stopped (asked to), failed (its error: line is below it) or killed (no
 word of its end). --only shows the runs in whose line or command a word occurs; --json prints
 everything as JSON, for a program. --figure draws their losses and validation metrics by epoch.
---clean removes the older snapshots of finished runs, and folders of runs that never began; it says
-first what, and asks.
 """
 
 import json
@@ -16,7 +14,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -26,10 +23,9 @@ from typing import Any
 
 from common import run_status
 from common.errors import InputError
-from common.owner import lock, owner_of
+from common.owner import owner_of
 from common.parse import given_path
-from common.reading import bytes_in, read_json, tail
-from common.terminal import mebibytes
+from common.reading import read_json, tail
 from tools.command import Parser, attempt
 
 COLUMNS = ("run", "begun", "status", "steps", "best", "samples/s", "weights", "options")
@@ -232,55 +228,6 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     save_figure(path, plot, panels=1 + len(metrics))
 
 
-def not_needed(run: dict[str, Any]) -> list[Path]:
-    """Older snapshots of a finished run with their shards, or the folder if it never began."""
-    from common.snapshots.snapshot_files import list_snapshots, shards_of  # they import torch
-
-    folder = Path(run["folder"])
-    if run["status"] == "finished":
-        old = list_snapshots(folder / "snapshots")[1:]
-        return [*old, *(shard for snapshot in old for shard in shards_of(snapshot))]
-    if run["status"] == "running" or (folder / "config.json").exists():
-        return []
-    files = [file for file in folder.rglob("*") if not file.is_dir()]
-    ours = all(re.fullmatch(r"\.lock|status\.json|rank_\d+\.log", f.name) for f in files)
-    return [folder] if ours else []
-
-
-def clean(runs: Sequence[dict[str, Any]]) -> None:
-    """Say what is not needed any more and how large it is, ask, and remove it."""
-    found = [(run, paths) for run in runs if (paths := not_needed(run))]
-    if not found:
-        print("nothing to remove: no run has what is not needed any more")
-        return
-    total = 0
-    for run, paths in found:
-        size = bytes_in(*paths)
-        total += size
-        never = paths == [Path(run["folder"])]
-        what = "never began: its folder" if never else f"{len(paths)} files of older snapshots"
-        print(f"{run['folder']}  {what}, {mebibytes(size)}")
-    with suppress(EOFError):
-        if input(f"remove all this, {mebibytes(total)}? [y/N] ").strip().lower() in ("y", "yes"):
-            done = [_remove(run, paths) for run, paths in found]
-            print("removed" if all(done) else "the rest was removed")
-            return
-    print("nothing was removed")
-
-
-def _remove(run: dict[str, Any], paths: Sequence[Path]) -> bool:
-    """Remove as the owner of the folder, so that no run begins there meanwhile."""
-    try:
-        with lock(Path(run["folder"]), patience_s=0):
-            still = not_needed(run)  # a run may have begun, and ended, since the question
-            for path in (path for path in paths if path in still):
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    except (InputError, OSError) as error:
-        print(f"warning: not removed: {error}")
-        return False
-    return True
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run from a command line; 0, also if there are no runs."""
 
@@ -291,16 +238,13 @@ def main(arguments: Sequence[str]) -> int:
         parser.add_argument("--only", default="", metavar="WORD")
         parser.add_argument("--json", action="store_true")
         parser.add_argument("--figure", type=given_path, metavar="FILE.png")
-        parser.add_argument("--clean", action="store_true")
         given = parser.parse_args(arguments)
         folders = given.folders or [Path("runs")]
         if missing := [str(folder) for folder in folders if not folder.is_dir()]:
             raise InputError(f"{', '.join(missing)} is no folder: give one in which runs are")
         runs = [look(run) for folder in folders for run in find_runs(folder)]
         runs = [run for run in runs if given.only in " ".join([*row(run), run["command"]])]
-        if given.clean:
-            clean(runs)
-        elif given.figure:
+        if given.figure:
             draw(order(runs, given.sort), given.figure)
             if given.figure.exists():  # else a warning says why not
                 print(given.figure)

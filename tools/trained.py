@@ -14,7 +14,7 @@ from common.data.datasets import Data
 from common.errors import InputError
 from common.identity import same_data
 from common.reading import refuse_closed
-from common.run.finished import preprocessing_sha256
+from common.run.folder import preprocessing_sha256
 from common.run.options import RunOptions
 from common.seeds import mixed_precision
 from common.training.models import ModelOptions, build_model, load_matching, read_weights

@@ -12,10 +12,11 @@ from torch.utils.data import Dataset
 
 from common.data.datasets import ArraySamples, DataOptions, digits_data, shifted
 from common.run.options import RunOptions
+from common.run.plan import batch_size_of
 from common.training.models import ModelOptions, build_model
 from common.training.optimizer import OptimizerOptions
 
-GLOBAL_BATCH_SIZE = OptimizerOptions().total_batch_size(1)
+GLOBAL_BATCH_SIZE = batch_size_of(OptimizerOptions())
 LOG_EVERY = RunOptions().log_every
 STEPS_PER_EPOCH = 14
 """Of digits: 1,437 training samples, in whole batches."""

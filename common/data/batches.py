@@ -42,6 +42,11 @@ class DeviceBatches:
         # One for all epochs, because the memory that a batch leaves is used again on its stream.
         self.copying = torch.cuda.Stream(device) if device.type == "cuda" else None
 
+    @property
+    def keys(self) -> Any:
+        """Which samples form which batch: `GlobalBatches` of training, `FixedBatches` else."""
+        return self.loader.batch_sampler
+
     def prepare(self, batch: Any) -> Any:
         """A batch, or a part of it, or one sample, as the model sees it."""
         parts, structure = tree_flatten(batch)

@@ -22,7 +22,7 @@ from common.downloads import download_flower_photos, downloading
 from common.errors import InputError
 from common.group.collectives import agreed
 from common.launch.ranks import Ranks
-from common.option_rules import may_change, refuse_below, same_as, since
+from common.option_rules import may_change, refuse_below, same_as
 from common.reading import files_below, refuse_closed
 from common.seeds import mix
 
@@ -75,7 +75,7 @@ class DataOptions(LoaderOptions):
     verify_images: bool = may_change(True)
     """imagefolder: decode every image first, to find a bad one early.
     The result is kept in ~/.cache/torch-recipes until a file changes."""
-    augment: bool = since(True, earlier=True)
+    augment: bool = True
     """Change training images at random: digits and fake are shifted; fashion_mnist and cifar10
     shifted and mirrored; photos cut out, resized and mirrored."""
     data_index: Path | None = may_change(None)
@@ -84,7 +84,7 @@ class DataOptions(LoaderOptions):
     its place."""
     data_local: Path | None = may_change(None)
     """packed: copy it to this folder first, once per host, such as a job's $TMPDIR."""
-    shuffle_block: int = since(0, earlier=0)
+    shuffle_block: int = 0
     """packed: shuffle blocks of so many images that lie side by side, then the images of each 16
     blocks [images]: for disks that are slow at random places. 0: shuffle all images."""
     image_size: int | None = None

@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,29 +23,27 @@ from common.errors import STOP_SIGNALS
 def rank_loaders(
     data: Data,
     options: LoaderOptions,
-    global_batch_size: int,
+    sizes: Sequence[int],
     seed: int,
-    share: tuple[int, int],
+    share: int,
     device: torch.device,
     dtype: torch.dtype,
     folder: Path,
-    shards: int = 0,
-) -> tuple[GlobalBatches, DeviceBatches, DeviceBatches]:
-    """This rank's keys of the training data, its training batches and its validation batches.
+) -> tuple[DeviceBatches, DeviceBatches]:
+    """This rank's training batches and its validation batches.
 
     The batches come on `device`, floating-point numbers as `dtype`. Calls collectives.
 
     Args:
-        share: number of this rank's share of each batch, and of shares.
+        sizes: samples of each share of a training batch.
+        share: number of this rank's share.
         folder: the run's; `--num-workers auto` keeps there what it measured.
-        shards: virtual ranks; 0: none.
 
     Raises:
-        InputError: world_size does not divide the batch, the batch is larger than the data, or
-            /dev/shm is too small for the loading processes that the user asked for.
+        InputError: /dev/shm is too small for the loading processes that the user asked for.
     """
-    batches = GlobalBatches(len(data.train), global_batch_size, seed, *share, shards, data.blocks)
-    held_out = FixedBatches(len(data.val), eval_batch_size(len(data.val)), *share)
+    batches = GlobalBatches(len(data.train), sizes, seed, share, data.blocks)
+    held_out = FixedBatches(len(data.val), eval_batch_size(len(data.val)), share, len(sizes))
     if not options.pin_memory and device.type == "cpu":
         log.warning("--no-pin-memory has no effect on a CPU")
     load = partial(make_loader, pin_memory=options.pin_memory and device.type == "cuda")
@@ -59,7 +57,7 @@ def rank_loaders(
         DeviceBatches(load(samples, keys, num_workers=workers), device, dtype, data.mean, data.std)
         for samples, keys in ((data.train, batches), (data.val, held_out))
     )
-    return batches, loader, val_loader
+    return loader, val_loader
 
 
 def make_loader(

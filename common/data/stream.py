@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset, default_collate
 
 from common.data.broken import make_batch, read_sample
-from common.errors import InputError, multiples_near
+from common.errors import InputError
 from common.seeds import mix, rng_state, seed_cpu, set_rng_state
 
 Key = tuple[int, int]
@@ -133,71 +133,30 @@ class GlobalBatches:
     """This rank's share of each global batch: lists of keys, from any batch of any epoch on.
 
     Global batch b of an epoch is entries b·B to (b+1)·B of one permutation drawn from (seed,
-    epoch); rank r takes the r-th of its world_size equal slices, or as many of the equal slices
-    that virtual ranks make as `shards_of` says. The last samples, which do not fill a batch, are
-    left out of that epoch. torch's DistributedSampler makes the same promise, but it cannot start
-    in the middle of an epoch.
+    epoch); rank r takes the r-th of its slices, whose sizes are given. The last samples, which do
+    not fill a batch, are left out of that epoch. torch's DistributedSampler makes the same promise,
+    but it cannot start in the middle of an epoch.
 
     Args:
         samples: of the training data.
-        global_batch_size: B.
+        sizes: of each rank's share; their sum is B.
         seed: of the order.
-        rank, world_size: number of this rank's share, and of shares.
-        shards: virtual ranks; 0: none.
+        share: number of this rank's share.
         blocks: what is drawn together. None: each sample by itself.
-
-    Raises:
-        InputError: world_size or the virtual ranks do not divide the batch, or it is larger than
-            the data.
     """
 
     def __init__(
         self,
         samples: int,
-        global_batch_size: int,
+        sizes: Sequence[int],
         seed: int,
-        rank: int,
-        world_size: int,
-        shards: int = 0,
+        share: int,
         blocks: Blocks | None = None,
     ) -> None:
-        most = samples - samples % max(shards, world_size)  # the largest batch that can work
-        if not most:
-            few = f"{samples} samples of training data are too few for"
-            if shards > world_size:
-                raise InputError(f"{few} --virtual-ranks {shards}: give a smaller number")
-            raise InputError(
-                f"{few} {world_size} processes: each needs one sample per step: start fewer "
-                "processes"
-            )
-        if global_batch_size > samples:
-            raise InputError(
-                f"--global-batch-size {global_batch_size} is more than the {samples} samples of "
-                f"the training data: give --global-batch-size {most} or less"
-            )
-        if shards and global_batch_size % shards:
-            raise InputError(
-                f"--virtual-ranks {shards} does not divide the global batch of "
-                f"{global_batch_size}: {multiples_near(global_batch_size, shards)} samples would do"
-            )
-        if shards < world_size and global_batch_size % world_size:
-            raise InputError(
-                f"--global-batch-size {global_batch_size} cannot be divided by {world_size} "
-                f"processes: give {multiples_near(global_batch_size, world_size, most)}"
-            )
-        self.samples, self.global_batch_size, self.seed = samples, global_batch_size, seed
-        self.blocks = blocks
-        shards = max(shards, world_size)
-        size = global_batch_size // shards
-        self.sizes = [size * len(shards_of(r, world_size, shards)) for r in range(world_size)]
-        """Samples of each rank's share."""
-        self.batch_size_per_rank, self.even = self.sizes[rank], len({*self.sizes}) == 1
-        self.loss_divisor = size * whole_share(world_size, shards)
-        """A rank divides the sum of its losses by it; the mean over ranks is then the batch's mean.
-        Of unequal shares, the largest power of two of shards that every rank has counts instead,
-        because dividing by it rounds nothing; virtual ranks make up for the rest."""
-        self._begin = sum(self.sizes[:rank])
-        self.steps_per_epoch = samples // global_batch_size
+        self.samples, self.global_batch_size, self.seed = samples, sum(sizes), seed
+        self.blocks, self.batch_size_per_rank = blocks, sizes[share]
+        self._begin = sum(sizes[:share])
+        self.steps_per_epoch = samples // self.global_batch_size
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, first_batch: int = 0, steps: int | None = None) -> None:

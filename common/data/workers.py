@@ -25,8 +25,8 @@ from common.data.packed import PackedImages
 from common.data.stream import Samples
 from common.errors import InputError
 from common.group.collectives import agreed, broadcast, gather
-from common.group.host import cpu_quotas
 from common.hints import SHARED_MEMORY_HINT
+from common.launch.capacity import cpu_quotas
 from common.reading import read_json
 from common.terminal import mebibytes
 from common.throughput import samples_per_s

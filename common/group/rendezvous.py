@@ -6,8 +6,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from common.launch.report import report, say
 
 # How long a rank that cannot begin waits for its peers, to tell them. Less than srun's --wait.
 _REFUSAL_TIMEOUT_S = 15.0
+
+_ANSWER_S = 10.0
+"""How long the store has to answer after a time-out, when its rank 0 may be gone or stopped."""
 
 _NOTICE_S = 5.0
 """Ranks that wait for longer than this say so."""
@@ -47,8 +50,22 @@ def refuse_together(error: InputError, ranks: Ranks) -> InputError:
     return error
 
 
-def meet(ranks: Ranks, timeout_s: float, refusal: InputError | None = None) -> dist.Store:
+def meet(
+    ranks: Ranks,
+    timeout_s: float,
+    refusal: InputError | None = None,
+    *,
+    gpu: str | None = None,
+    nccl: bool = False,
+) -> dist.Store:
     """Meet all other ranks at rank 0's store.
+
+    Args:
+        ranks: of this process.
+        timeout_s: how long to wait for the others.
+        refusal: why this rank cannot begin.
+        gpu: UUID of this rank's GPU; None if it trains on the CPU.
+        nccl: whether NCCL will connect the ranks.
 
     Raises:
         InputError: what any rank refuses, or ranks that contradict each other, on every rank; an
@@ -68,19 +85,25 @@ def meet(ranks: Ranks, timeout_s: float, refusal: InputError | None = None) -> d
             "are spread over several hosts: give rank 0's address on the network between them (ip "
             "addr shows it)"
         )
+    mine = {
+        "rank": ranks.rank,
+        "host": socket.gethostname(),
+        "world_size": ranks.world_size,
+        "code": code_sha256(),
+        "error": str(refusal or ""),
+        "gpu": gpu,
+        "nccl": nccl,
+    }
     deadline = time.monotonic() + timeout_s
-    # Another program's server may accept the connection and never answer.
-    gave_up = refusal or _not_met(ranks, timeout_s)
-    watchdog = threading.Timer(timeout_s + 2, _give_up, (gave_up, ranks))
-    watchdog.daemon = True
-    watchdog.start()
     try:
-        store = _open_store(ranks, timeout_s)
-        # torchrun's agent keeps its store when it restarts the ranks (static rendezvous). With
-        # env://, the new ranks would find the addresses of the old ones.
-        own = dist.PrefixStore(f"session_{ranks.session}", store)
-        _meet(own, ranks, deadline, timeout_s, refusal)
-        return own
+        # Another program's server may accept the connection and never answer.
+        with _ends_after(timeout_s + 2, lambda: refusal or _not_met(ranks, timeout_s), ranks):
+            store = _open_store(ranks, timeout_s)
+            # torchrun's agent keeps its store when it restarts the ranks (static rendezvous). With
+            # env://, the new ranks would find the addresses of the old ones.
+            own = dist.PrefixStore(f"session_{ranks.session}", store)
+            _meet(own, ranks, deadline, timeout_s, mine)
+            return own
     except OSError as error:
         host = socket.gethostname()
         taken = f"port {port} on {host} cannot be taken ({error.strerror}): "
@@ -93,8 +116,53 @@ def meet(ranks: Ranks, timeout_s: float, refusal: InputError | None = None) -> d
         if isinstance(error, TrainingError) or lacks_thread(error):
             raise  # the latter has to do with no other rank
         raise _not_met(ranks, timeout_s) from error
+
+
+@contextmanager
+def connecting(
+    store: dist.Store, ranks: Ranks, timeout_s: float, what: str, *, nccl: bool
+) -> Iterator[None]:
+    """The block, in which all ranks wait for one another, ends in time, or names who is missing.
+
+    By itself, NCCL waits for ever while it connects, and after that its watchdog aborts the process
+    and names nobody: a timer comes first. gloo raises an error.
+
+    Raises:
+        TrainingError: ranks did not come to this block, or could not connect, within `timeout_s`.
+    """
+    times = store.add(f"{what}/{ranks.rank}", 1)
+    began_s = time.monotonic()
+
+    def not_connected() -> TrainingError:
+        return _not_connected(store, ranks, timeout_s, what, times)
+
+    with _ends_after(timeout_s + (0 if nccl else 2), not_connected, ranks):
+        try:
+            yield
+        except RuntimeError as error:
+            if time.monotonic() - began_s < timeout_s:
+                raise
+            raise not_connected() from error
+
+
+@contextmanager
+def _ends_after(seconds: float, error: Callable[[], Exception], ranks: Ranks) -> Iterator[None]:
+    """End this process with `error` if the block, which may wait in C++, takes longer."""
+
+    def give_up() -> None:
+        found = error()
+        if isinstance(found, InputError):
+            found.agreed = False
+        os._exit(report(found, ranks))
+
+    watchdog = threading.Timer(seconds, give_up)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        yield
     finally:
         watchdog.cancel()
+        watchdog.join()  # at once, or it ends this process
 
 
 def _open_store(ranks: Ranks, timeout_s: float) -> dist.TCPStore:
@@ -123,19 +191,12 @@ def _open_store(ranks: Ranks, timeout_s: float) -> dist.TCPStore:
 
 
 def _meet(
-    store: dist.Store, ranks: Ranks, deadline: float, timeout_s: float, refusal: InputError | None
+    store: dist.Store, ranks: Ranks, deadline: float, timeout_s: float, mine: dict[str, Any]
 ) -> None:
     """Wait until every rank is there; raise on every rank what any rank refuses.
 
     Ranks are counted by arrival, so that two processes with the same rank are found.
     """
-    mine = {
-        "rank": ranks.rank,
-        "host": socket.gethostname(),
-        "world_size": ranks.world_size,
-        "code": code_sha256(),
-        "error": str(refusal or ""),
-    }
     store.set(f"arrived/{store.add('arrived', 1)}", json.dumps(mine))
     found: list[dict[str, Any]] = []
     notice_s, pause_s, message = time.monotonic() + _NOTICE_S, 0.01, ""
@@ -147,9 +208,9 @@ def _meet(
             break
         now_s, refused = time.monotonic(), any(entry["error"] for entry in found)
         if len(found) >= ranks.world_size or (refused and now_s > deadline):
-            message = _refusals(found)
+            message = _refusals(found) or _unlike_devices(found)
             break
-        if refused and not refusal:  # the other ranks may take as long to refuse the same
+        if refused and not mine["error"]:  # the other ranks may take as long to refuse the same
             deadline = min(deadline, now_s + _REFUSAL_TIMEOUT_S)
         if now_s > deadline:
             raise _not_met(ranks, timeout_s, sorted(entry["rank"] for entry in found))
@@ -196,6 +257,25 @@ def _contradiction(found: list[dict[str, Any]]) -> str:
     return ""
 
 
+def _unlike_devices(found: list[dict[str, Any]]) -> str:
+    """Why the devices of all ranks cannot train together; empty if they can."""
+    gpus, of_each = [entry["gpu"] for entry in found], dict[bool, str]()
+    for entry in sorted(found, key=lambda entry: int(entry["rank"])):
+        of_each.setdefault(entry["gpu"] is None, f"rank {entry['rank']} on {entry['host']}")
+    if len(of_each) > 1:
+        return (
+            f"{of_each[False]} has a GPU, {of_each[True]} sees none and would train on the CPU: "
+            "check the driver there (nvidia-smi; --gpus all for a container), or give --device cpu "
+            "on every host"
+        )
+    if found[0]["nccl"] and len(set(gpus)) < len(gpus):
+        return (
+            f"{len(gpus)} ranks share {len(set(gpus))} GPUs, which NCCL refuses: start one process "
+            "per GPU, or give --backend gloo, with which ranks can share a GPU"
+        )
+    return ""
+
+
 def _refusals(found: list[dict[str, Any]]) -> str:
     """The errors of all ranks as one message; empty if there is none."""
     who: dict[str, list[str]] = {}
@@ -223,7 +303,36 @@ def _not_met(ranks: Ranks, timeout_s: float, there: Sequence[int] = ()) -> Train
     )
 
 
-def _give_up(error: Exception, ranks: Ranks) -> None:
-    if isinstance(error, InputError):
-        error.agreed = False
-    os._exit(report(error, ranks))
+def _not_connected(
+    store: dist.Store, ranks: Ranks, timeout_s: float, what: str, times: int
+) -> TrainingError:
+    """The error for ranks that met and then did not connect; asks the store which did not come."""
+    missing = ["rank 0, whose store does not answer"]
+
+    def ask() -> None:
+        asked = store.clone()  # another thread may be waiting at `store`
+        keys = [f"arrived/{number + 1}" for number in range(ranks.world_size)]
+        found = {entry["rank"]: entry["host"] for entry in map(json.loads, asked.multi_get(keys))}
+        missing[:] = [
+            f"rank {rank} on {host}"
+            for rank, host in sorted(found.items())
+            if asked.add(f"{what}/{rank}", 0) < times
+        ]
+
+    def ask_in_time() -> None:
+        with suppress(RuntimeError):
+            ask()
+
+    asking = threading.Thread(target=ask_in_time, daemon=True)
+    asking.start()
+    asking.join(_ANSWER_S)
+    if missing:
+        return TrainingError(
+            f"{', '.join(missing)} did not come to {what} in {timeout_s:.0f} s (--timeout-s): "
+            "see its log, and whether it still runs"
+        )
+    return TrainingError(
+        f"all {ranks.world_size} ranks came to {what}, but could not connect in "
+        f"{timeout_s:.0f} s (--timeout-s): a firewall must let all ports pass between the hosts; "
+        "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface; NCCL_DEBUG=INFO shows more"
+    )

@@ -1,5 +1,9 @@
-"""How many ranks this machine can hold at most: more are refused before the first one starts."""
+"""How many ranks this machine can hold at most: more are refused before the first one starts.
 
+And how many CPU cores this process may use.
+"""
+
+import os
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -83,6 +87,19 @@ def of_cgroups(controller: str, name: str, name_in_v1: str) -> Iterator[str]:
         for group in (own, *own.parents):
             if text := _read(root / group / file):
                 yield text
+
+
+def usable_cores() -> int:
+    """CPU cores in the affinity mask, or fewer if a control group limits CPU time [cores]."""
+    return max(1, int(min([len(os.sched_getaffinity(0)), *cpu_quotas()])))
+
+
+def cpu_quotas() -> Iterator[float]:
+    """CPU time that each control group (version 2) of this process allows [cores]."""
+    for text in of_cgroups("cpu", "cpu.max", "cpu.max"):  # version 1 has no such file
+        quota, period = text.split()
+        if quota != "max":
+            yield int(quota) / int(period)
 
 
 def _read(path: Path) -> str | None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from common.errors import InputError
-from common.launch.nodes import expand_tasks_per_node, first_host
 
 # Slurm's step ids of batch and interactive shells, which are not tasks.
 _NO_TASK_STEPS = {"4294967290", "4294967291", "batch", "interactive", "extern"}
@@ -291,3 +290,17 @@ def _port(env: Mapping[str, str], launcher: str, world_size: int, number: int | 
     if world_size == 1:
         return 0
     raise InputError(f"{launcher} did not set MASTER_PORT: set it to a free port of rank 0's host")
+
+
+def expand_tasks_per_node(text: str) -> list[int]:
+    """Expand Slurm's `2(x3),1` to `[2, 2, 2, 1]`, tasks by node."""
+    counts: list[int] = []
+    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(tasks)] * int(times or 1)
+    return counts
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list, where rank 0 runs: `gpu[07-12,20],x` gives `gpu07`."""
+    first = re.split(r",(?![^\[]*\])", nodes)[0]  # at commas outside brackets
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)

@@ -9,15 +9,18 @@ from common.run.loop import Loop
 from common.run.micro_batches import MicroBatches
 from common.run.options import RunOptions
 from common.run.parts import make_loaders, make_model
+from common.run.plan import Plan, make_plan
 
 __all__ = [
     "Loop",
     "MicroBatches",
+    "Plan",
     "Run",
     "RunOptions",
     "announce",
     "begin",
     "make_loaders",
     "make_model",
+    "make_plan",
     "set_up",
 ]

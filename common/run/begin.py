@@ -4,7 +4,7 @@ import torch
 
 from common import log
 from common.group.devices import choose_backend, choose_device
-from common.group.host import usable_cores
+from common.launch.capacity import usable_cores
 from common.launch.ranks import Ranks
 from common.run.options import RunOptions
 from common.seeds import seed_everything, set_determinism

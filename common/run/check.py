@@ -10,13 +10,13 @@ from torch.utils._pytree import tree_leaves
 
 from common import log
 from common.data.datasets import Data
-from common.data.stream import GlobalBatches
 from common.errors import Checked, TrainingError
 from common.snapshots.state import TrainingState
 from common.terminal import mebibytes
 
 if TYPE_CHECKING:
     from common.run.folder import Run
+    from common.run.plan import Plan
 
 
 def folder_of_check() -> Path | None:
@@ -40,7 +40,7 @@ def bytes_to_write(parts: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def end_check(
-    run: "Run", state: TrainingState, data: Data, batches: GlobalBatches, steps_left: int
+    run: "Run", state: TrainingState, data: Data, plan: "Plan", steps_left: int
 ) -> NoReturn:
     """Say what the run would do, and end. A collective.
 
@@ -58,8 +58,8 @@ def end_check(
         try:
             print(
                 f"ok: {len(data.train):,} training and {len(data.val):,} validation samples, batch "
-                f"size {batches.global_batch_size}, {steps_left:,} steps "
-                f"({batches.steps_per_epoch} per epoch){after}, model.pt of {model:,} bytes, "
+                f"size {plan.global_batch_size}, {steps_left:,} steps "
+                f"({plan.steps_per_epoch} per epoch){after}, model.pt of {model:,} bytes, "
                 f"a snapshot about {snapshot:,}",
                 flush=True,
             )

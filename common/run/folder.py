@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -30,7 +30,6 @@ from common.reading import bytes_in, read_json
 from common.run.check import folder_of_check
 from common.run.claim import claim, refuse_in_data, refuse_unwritable
 from common.run.curves import Curves
-from common.run.finished import lost_file, preprocessing_sha256
 from common.run.history import History, last_sign
 from common.run.options import MAY_DIFFER_BY_HOST, RunOptions, flatten
 from common.snapshots.snapshot_files import keep_newest, newest_name
@@ -142,28 +141,26 @@ class Run:
                 ours = decisive(self._values, self.config)
                 refuse_another_run(theirs, ours, f"folder {self.before}", self._to_train_further())
 
-    def finished(self, last_step: int, data: Data, *, can_resume: bool) -> bool:
+    def finished(self, last_step: int, *, can_resume: bool) -> bool:
         """Whether nothing is left to do up to `last_step`; if so, show the run's summary.
 
-        A run that has ended can train more steps, or write a lost file again, from a snapshot.
+        A run that has ended can train more steps, or write a lost model.pt, from a snapshot.
 
         Raises:
-            InputError: something is left to do, but there is no snapshot (not `can_resume`); or
-                model.pt is not the one that the run wrote.
+            InputError: something is left to do, but there is no snapshot (not `can_resume`).
         """
         summary: dict[str, Any] = {}
         with agreed():
             if self.ranks.is_main and (self.before / "summary.json").exists():
                 summary = read_json(self.before / "summary.json", "steps")
                 more = summary["steps"] < last_step
-                records = ("config.json", "manifest.json", *_records(data, self._values))
-                lost = "" if more else lost_file(self.before, summary, records)
-                missing = f"{lost} is gone or damaged" if lost else "its snapshots are gone"
-                what = f"the run in {self.before} has ended, but {missing}"
-                if lost and can_resume:
-                    log.warning(f"{what}: it is written again")
-                elif (more or lost) and not can_resume:
-                    raise InputError(f"{what}: choose another --output-dir to train again")
+                lost = not (self.before / "model.pt").exists()
+                if (more or lost) and not can_resume:
+                    raise InputError(
+                        f"the run in {self.before} has ended, but its "
+                        f"{'model.pt is' if lost else 'snapshots are'} gone: choose another "
+                        "--output-dir to train again"
+                    )
                 if more or lost:
                     summary = {}
         summary = broadcast(summary)
@@ -323,6 +320,12 @@ class Run:
             shown["time_s"] = in_words(spent_s)
         place = {"output_dir": str(self.folder), "output_dir_bytes": bytes_in(self.folder)}
         show_table({**shown, **place, "model": model})
+
+
+def preprocessing_sha256(seen: Mapping[str, Any]) -> str:
+    """SHA-256 of what preprocessing.json says of pixels and model; its user may rename classes."""
+    kept = {key: value for key, value in seen.items() if key != "classes"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def _records(data: Data, options: Options) -> dict[str, Any]:

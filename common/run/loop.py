@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from common import log, restart, run_status
+from common.data.batches import DeviceBatches
 from common.data.datasets import Data
-from common.data.stream import GlobalBatches
 from common.errors import StopRequested, TrainingError
 from common.group.collectives import gather_numbers
 from common.group.stop import StopAgreement
@@ -30,6 +30,7 @@ from common.profile import SETTLE, Profile
 from common.replicas import unlike_replicas
 from common.run.check import end_check, folder_of_check
 from common.run.folder import Run
+from common.run.plan import Plan
 from common.seeds import seed_everything
 from common.snapshots import snapshot_files
 from common.snapshots import state as snapshot
@@ -39,7 +40,6 @@ from common.throughput import GPU_FIGURES, Throughput, gpu_use, peak_memory_byte
 from common.trace import StepTrace
 from common.training.evaluation import Evaluation, best_metric, explosion, warn_of_unknown_metric
 from common.training.losses import refuse_other_losses, warn_of_means
-from common.training.optimizer import ScheduleOptions
 from common.watch.clock import KINDS, advice, by_kind, shares
 from common.watch.stragglers import ComputeTime
 from common.weights import save_weights, weights_sha256
@@ -59,26 +59,24 @@ class Loop:
     def __init__(
         self,
         run: Run,
-        options: ScheduleOptions,
-        batches: GlobalBatches,
+        plan: Plan,
         data: Data,
         *,
         mesh: DeviceMesh | None = None,
         check_replicas: int = 0,
     ) -> None:
-        self.run, self.options, self.batches, self.data = run, options, batches, data
-        run.resolve(lr=float(options.lr))  # a snapshot holds plain numbers
+        self.run, self.plan, self.data, self.last_step = run, plan, data, plan.last_step
+        run.resolve(lr=float(plan.options.lr))  # a snapshot holds plain numbers
         if data.resize:
             run.resolve(image_size=data.side)
         self.clock, self.compute = run.clock, ComputeTime(run.clock)
         self._spent_s = torch.zeros(run.ranks.world_size, len(KINDS), dtype=torch.float64)
         self._trace = StepTrace(run.ranks.rank)
         self._metrics: dict[str, float] = {}
-        total_steps = options.epochs * batches.steps_per_epoch
-        self.last_step = min(options.max_steps or total_steps, total_steps)
         short = run.options.log_every > self.last_step  # ten points make a curve
         self.log_every = max(1, self.last_step // 10) if short else run.options.log_every
-        self._identity = run.identity(batches.global_batch_size, data)
+        self._samples = 0
+        self._identity = run.identity(plan.global_batch_size, data)
         self._mesh, self._check_every = mesh, check_replicas
         if check_replicas and run.ranks.world_size == 1:
             log.warning("--check-replicas has nothing to compare: there is one rank")
@@ -97,7 +95,7 @@ class Loop:
         """
         run, seed = self.run, self.run.options.seed
         loss_sum = torch.zeros((), dtype=torch.float64, device=run.devices[0])
-        sizes = () if self.batches.even else self.batches.sizes
+        sizes = () if self.plan.even else self.plan.sizes
         self.state = state = TrainingState(parts, loss_sum, self._mesh, sizes)
         run.refuse_another_run()
         where = run.options.resume
@@ -105,22 +103,22 @@ class Loop:
             where = "auto"
         folder, look = run.before / "snapshots", folder_of_check() is not None
         found = snapshot_files.find(where, folder, self._identity, only_look=look)
-        if run.finished(self.last_step, self.data, can_resume=found is not None):
+        if run.finished(self.last_step, can_resume=found is not None):
             return False
         seed_everything(seed, run.ranks.rank)  # from here on each rank draws its own dropout
         if found:
-            per_epoch = self.batches.steps_per_epoch
+            per_epoch = self.plan.steps_per_epoch
             state.resume(found, seed, steps_per_epoch=per_epoch, last_step=self.last_step)
             log.info(f"resuming after step {state.step}")
             if state.history:
                 run.history.go_on(state.history)
         self._resumed_from = state.step if found else None
-        run.begin(state, self.data, self.batches.global_batch_size)
+        run.begin(state, self.data, self.plan.global_batch_size)
         if state.best and run.ranks.is_main:  # the file may be of an epoch that is done again
             save_weights(state.best["weights"], run.folder / "best.pt")
-        samples = self.batches.samples
-        if left := samples % self.batches.global_batch_size:
-            log.info(f"each epoch leaves out {left} of {samples:,} samples: they fill no batch")
+        if left := self.plan.left_out:
+            of = f"{self.plan.samples:,} samples"
+            log.info(f"each epoch leaves out {left} of {of}: they fill no batch")
         return True
 
     def epochs(self, ddp: DistributedDataParallel | None = None) -> range:
@@ -132,19 +130,26 @@ class Loop:
             self.compute.follow(ddp)
         devices = self.run.devices
         if folder_of_check():
-            end_check(self.run, self.state, self.data, self.batches, self.steps_left)
+            end_check(self.run, self.state, self.data, self.plan, self.steps_left)
         self._stop, self._speed = StopAgreement(devices, leave=self._leave), Throughput(devices)
         if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is ignored
             signal.signal(signal.SIGINT, self._interrupt)
         self._progress = progress_bar(self.last_step, self.state.step, main=self.run.ranks.is_main)
         self._trace.before(self.state.step + 1)
-        run, begun, per_epoch = self.run, self.state.step + 1, self.batches.steps_per_epoch
+        run, begun, per_epoch = self.run, self.state.step + 1, self.plan.steps_per_epoch
         end_of_epoch = -(-(begun + SETTLE) // per_epoch) * per_epoch
         steps = begun, min(end_of_epoch, self.last_step)
         parts = self.state.parts
         self._profile = Profile(run.options.profile, steps, self.clock, run.folder, parts)
-        first, end = self.state.epoch, -(-self.last_step // self.batches.steps_per_epoch)
+        first, end = self.state.epoch, -(-self.last_step // self.plan.steps_per_epoch)
         return range(first, max(end, first + 1))  # perhaps only the last evaluation is missing
+
+    def steps(self, loader: DeviceBatches) -> DeviceBatches:
+        """The batches of this epoch's steps that are still to do."""
+        keys = loader.keys
+        self._samples = keys.batch_size_per_rank
+        keys.set_epoch(self.state.epoch, self.state.batch, self.steps_left)
+        return loader
 
     @property
     def steps_left(self) -> int:
@@ -154,8 +159,7 @@ class Loop:
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        steps_per_epoch, batch_size = self.batches.steps_per_epoch, self.batches.global_batch_size
-        return self.options.learning_rate(self.state.step, steps_per_epoch, batch_size)
+        return self.plan.lr(self.state.step)
 
     def after_step(self, losses: Tensor) -> None:
         """Count a step, log it, and stop or save after it if that is due.
@@ -175,7 +179,12 @@ class Loop:
         self._profile.after(self.state.step + 1)
         run, state, lr = self.run, self.state, self.lr
         begun = self._resumed_from or 0
-        refuse_other_losses(losses, self.batches.batch_size_per_rank, even=self.batches.even)
+        if not self._samples:
+            raise TrainingError(
+                "loop.after_step without loop.steps: write `for batch in loop.steps(loader)`, "
+                "which chooses the epoch's samples"
+            )
+        refuse_other_losses(losses, self._samples, even=self.plan.even)
         if state.step == begun:
             warn_of_means(losses)
         losses = losses.detach()
@@ -184,10 +193,10 @@ class Loop:
         state.loss_sum = state.loss_sum + losses.double()
         state.batch += 1
         state.step += 1
-        self._speed.add(self.batches.global_batch_size)
+        self._speed.add(self.plan.global_batch_size)
         if run.ranks.is_main and (cost := restart.record(run.folder, state.step, begun)):
             log.info(cost)
-        epoch = f"epoch {state.epoch + 1}/{self.options.epochs}"
+        epoch = f"epoch {state.epoch + 1}/{self.plan.options.epochs}"
         self._progress.set_description_str(epoch, refresh=False)
         self._progress.update()
         if state.step % self.log_every == 0:
@@ -227,18 +236,18 @@ class Loop:
 
     def _padded(self, losses: Tensor) -> Tensor:
         """A rank's losses in as many numbers as any rank has."""
-        if self.batches.even or not losses.dim():
+        if self.plan.even or not losses.dim():
             return losses
-        return F.pad(losses, (0, max(self.batches.sizes) - len(losses)))
+        return F.pad(losses, (0, max(self.plan.sizes) - len(losses)))
 
     def _of_batch(self, losses: Tensor) -> Tensor:
         """All ranks' losses, padded (world_size, any number), in the batch's order (samples,)."""
-        if self.batches.even or losses.shape[1] < max(self.batches.sizes):
+        if self.plan.even or losses.shape[1] < max(self.plan.sizes):
             return losses.flatten()
-        return torch.cat([own[:n] for own, n in zip(losses, self.batches.sizes, strict=True)])
+        return torch.cat([own[:n] for own, n in zip(losses, self.plan.sizes, strict=True)])
 
     def _show_slow_ranks(self, compute_s: Tensor, samples_per_s: float = 0.0) -> None:
-        step_s = self.batches.global_batch_size / (samples_per_s or 1)
+        step_s = self.plan.global_batch_size / (samples_per_s or 1)
         found = self.compute.compare(self.state.step, compute_s, step_s)
         if found and self.run.ranks.is_main:
             self.run.curves(self.state.step, slow_rank_excess=found.excess)
@@ -294,11 +303,11 @@ class Loop:
         run.metrics(state.step, state.epoch, **self._metrics)
         found = ", ".join(f"{name} {value:.4f}" for name, value in self._metrics.items())
         epoch, by = state.epoch + 1, best_metric(run.options.best_by, self._metrics, state.best)
-        log.info(f"epoch {epoch}/{self.options.epochs}: {found}")
+        log.info(f"epoch {epoch}/{self.plan.options.epochs}: {found}")
         if news := explosion(self._metrics, before, len(self.data.class_names)):
-            size, lr = self.batches.global_batch_size, self.options.lr
+            size, lr = self.plan.global_batch_size, self.plan.options.lr
             log.warning(
-                f"{news}: the learning rate {self.options.peak_lr(size):g} is too high for batches "
+                f"{news}: the learning rate {self.plan.peak_lr:g} is too high for batches "
                 f"of {size}: try --lr {lr / 10:g} in another --output-dir"
             )
         weights = state_dict() if by or run.options.epoch_weights else {}
@@ -341,7 +350,7 @@ class Loop:
         }
         if best := self.state.best:
             summary["best"] = {k: v for k, v in best.items() if k != "weights"}
-        all_epochs = self.state.step == self.options.epochs * self.batches.steps_per_epoch
+        all_epochs = self.state.step == self.plan.all_steps
         self.run.finish(state_dict, all_epochs=all_epochs, **(summary | more))
         self._stop.release()  # only now: a signal shortly before the end lets the run finish
         if signal.getsignal(signal.SIGINT) == self._interrupt:

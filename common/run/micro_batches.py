@@ -7,9 +7,6 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from common.data.stream import shards_of
-from common.errors import InputError
-from common.replicas import audit
 from common.run.loop import Loop
 from common.training.ddp import ParallelOptions, average_in_bf16, micro_batches, warm_up
 from common.training.virtual_ranks import seed_shards, use_virtual_ranks
@@ -31,21 +28,11 @@ class MicroBatches:
         """Change how `ddp`, before its first forward pass, sums up gradients. Calls collectives.
 
         `autocast` is the context that training uses.
-
-        Raises:
-            InputError: the options do not fit the batch or the number of ranks.
         """
         self.ddp, self.options, self.loop, self.autocast = ddp, options, loop, autocast
-        self.size = options.micro_batch_size(loop.batches.batch_size_per_rank)
+        self.size = loop.plan.micro_batch_size
         if options.virtual_ranks:
-            size, shards = loop.batches.global_batch_size, options.virtual_ranks
-            use_virtual_ranks(ddp, options.virtual_ranks, loop.run.options.timeout_s, options.audit)
-            own = len(shards_of(*loop.run.ranks.share, shards))
-            if size % shards or loop.batches.batch_size_per_rank * shards != size * own:
-                raise InputError(
-                    f"--virtual-ranks {shards} on {loop.run.ranks.world_size} processes needs "
-                    "make_loaders(..., shards=config.parallel.virtual_ranks)"
-                )
+            use_virtual_ranks(ddp, options.virtual_ranks, loop.run.options.timeout_s)
         elif options.gradient_compression == "bf16":
             ddp.register_comm_hook(None, average_in_bf16)
         elif loop.run.ranks.world_size == 1:  # which has nothing to average
@@ -56,14 +43,7 @@ class MicroBatches:
         warm_up(self.ddp, sample, self.size, self.autocast)
 
     def of(self, batch: Any) -> Iterator[Any]:
-        """The parts of this rank's batch; DDP sends gradients with the last part only.
-
-        Raises:
-            TrainingError: after the last part, if `--audit` is due: another rank computes one
-                rank's gradients otherwise than that rank.
-        """
+        """The parts of this rank's batch; DDP sends gradients with the last part only."""
         if self.options.virtual_ranks:
             seed_shards(self.ddp, self.loop.run.options.seed, self.loop.state.step)
         yield from micro_batches(self.ddp, batch, self.options.accumulate)
-        if self.options.audit:
-            self.loop.stop_if_corrupt(audit(self.ddp.module, self.autocast))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.identity import Options
-from common.option_rules import may_change, refuse_below, since
+from common.option_rules import may_change, refuse_below
 
 MAY_DIFFER_BY_HOST = {"output_dir", "data_path", "data_index", "data_local", "weights", "resume"}
 
@@ -46,7 +46,7 @@ class RunOptions:
     On a CPU, bf16 without --no-portable is many times slower than fp32."""
     deterministic: bool = True
     """Use deterministic kernels only: the same command gives the same bits."""
-    portable: bool = since(True, earlier=False)
+    portable: bool = True
     """On a CPU, use kernels that give the same bits on every x86-64 CPU with AVX2.
     --no-portable uses the CPU's best kernels: in fp32 1.2 to 1.7 times as fast with AVX-512."""
     tf32: bool = False

@@ -6,8 +6,8 @@ from torch import nn
 from common.data.batches import DeviceBatches
 from common.data.datasets import Data, LoaderOptions
 from common.data.loaders import rank_loaders
-from common.data.stream import GlobalBatches
 from common.run.folder import Run
+from common.run.plan import Plan
 from common.training.models import ModelOptions, move, prepare_model
 
 
@@ -15,36 +15,32 @@ def make_loaders(
     run: Run,
     options: LoaderOptions,
     data: Data,
-    batch_size: int,
+    plan: Plan,
     dtype: torch.dtype,
     *,
-    share: tuple[int, int] | None = None,
-    shards: int = 0,
+    share: int | None = None,
     device: torch.device | None = None,
-) -> tuple[GlobalBatches, DeviceBatches, DeviceBatches]:
-    """This rank's keys of the training data, its training batches and its validation batches.
-
-    Calls collectives.
+) -> tuple[DeviceBatches, DeviceBatches]:
+    """This rank's training batches and its validation batches. Calls collectives.
 
     Args:
         run: its seed decides the order of the samples.
         options: how the data are loaded.
         data: what is loaded.
-        batch_size: of all ranks together.
+        plan: says how each batch is shared.
         dtype: of the batches' floating-point numbers.
-        share: number of this rank's share of each batch, and of shares. None: one per rank.
-        shards: virtual ranks, which may be divided unevenly between the shares; 0: none.
+        share: number of this rank's share of each batch. None: its rank.
         device: where the batches come. None: the run's first device.
 
     Raises:
         InputError: as `rank_loaders`.
     """
-    share = share or run.ranks.share
+    share = run.ranks.rank if share is None else share
     device = device or run.devices[0]
     seed, folder = run.options.seed, run.folder
-    loaders = rank_loaders(data, options, batch_size, seed, share, device, dtype, folder, shards)
-    loaders[1].on_batch = run.clock.end_load
-    run.resolve(num_workers=loaders[1].loader.num_workers)
+    loaders = rank_loaders(data, options, plan.sizes, seed, share, device, dtype, folder)
+    loaders[0].on_batch = run.clock.end_load
+    run.resolve(num_workers=loaders[0].loader.num_workers)
     return loaders
 
 

@@ -4,7 +4,7 @@ import contextlib
 import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,13 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from common import log
-from common.errors import InputError, TrainingError, multiples_near
+from common.errors import InputError, TrainingError
 from common.option_rules import may_change, refuse_below
 from common.seeds import rng_state, set_rng_state
 from common.training.models import has_trained_batch_norm, set_train_mode
-from common.training.optimizer import ScheduleOptions
-
-S = TypeVar("S", bound=ScheduleOptions)
 
 
 @dataclass(frozen=True)
@@ -41,18 +38,10 @@ class ParallelOptions:
     check_replicas: int = may_change(0)
     """Steps between two comparisons of all ranks' weights and optimizer state [steps]; 0: none.
     One more comes before each snapshot. Their hash is a XOR: two equal flips in a row cancel."""
-    audit: int = may_change(0)
-    """Steps between two audits [steps], with --virtual-ranks; 0: none.
-    All ranks compute one rank's gradients again and compare them. It takes about one step."""
 
     def __post_init__(self) -> None:
         shards = self.virtual_ranks
-        refuse_below(self, virtual_ranks=0, accumulate=1, check_replicas=0, audit=0)
-        if self.audit and not shards:
-            raise ValueError(
-                "--audit needs --virtual-ranks: without it, another rank cannot compute the same "
-                "bits"
-            )
+        refuse_below(self, virtual_ranks=0, accumulate=1, check_replicas=0)
         if shards & (shards - 1):
             below = 2 ** (shards.bit_length() - 1)
             raise ValueError(
@@ -69,42 +58,6 @@ class ParallelOptions:
                 "--virtual-ranks cuts the batch and adds gradients in its own way: "
                 "leave out --accumulate, --gradient-compression and --sync-bn"
             )
-
-    def fit(self, options: S, samples: int, world_size: int) -> tuple[S, int]:
-        """Fit `options` to a data set, and each rank's share to its micro-batches or shards.
-
-        Raises:
-            InputError: as `ScheduleOptions.fit`; or there are more processes than virtual ranks, or
-                unequal shares of a batch whose size is given for each rank.
-        """
-        shards = self.virtual_ranks
-        if shards and world_size > shards:
-            raise InputError(
-                f"--virtual-ranks {shards} is less than {world_size} processes: start {shards} or "
-                "fewer"
-            )
-        if shards % world_size:
-            if options.batch_size_per_rank:
-                raise InputError(
-                    f"--virtual-ranks {shards} gives {world_size} processes unequal shares: give "
-                    "--global-batch-size, not --batch-size-per-rank"
-                )
-            return options.fit(samples, shards)
-        return options.fit(samples, world_size, max(self.accumulate, shards // world_size))
-
-    def micro_batch_size(self, batch_size_per_rank: int) -> int:
-        """Samples that a rank computes at once.
-
-        Raises:
-            InputError: `accumulate` does not divide the rank's batch.
-        """
-        if batch_size_per_rank % self.accumulate:
-            raise InputError(
-                f"--accumulate {self.accumulate} does not divide a rank's batch of "
-                f"{batch_size_per_rank}: {multiples_near(batch_size_per_rank, self.accumulate)} "
-                "samples per rank would do"
-            )
-        return batch_size_per_rank // self.accumulate
 
 
 def chunks(batch: Any, count: int) -> list[Any]:

@@ -1,19 +1,15 @@
-"""The optimizer, its batch size, and its learning rate, which is used as given."""
+"""The options of a training's length, batch size and learning rate; the optimizer."""
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
 from common import log
-from common.errors import InputError
-from common.option_rules import may_change, refuse_below, since
-
-STEPS_PER_EPOCH = 10
-"""The default batch is small enough for so many steps per epoch; a run with fewer warns."""
+from common.option_rules import may_change, refuse_below
 
 
 class Default(float):
@@ -42,9 +38,7 @@ class ScheduleOptions:
     A global batch of 5,000 or more needs --warmup-epochs with it."""
     warmup_epochs: float = 0.0
     """Time over which the learning rate rises linearly from 0 [epochs]."""
-    lr_schedule: Literal["cosine", "cosine-by-epoch", "constant"] = since(
-        "cosine", earlier="cosine"
-    )
+    lr_schedule: Literal["cosine", "cosine-by-epoch", "constant"] = "cosine"
     """Learning rate after the warm-up. cosine: falls at every step; cosine-by-epoch: after each
     epoch, as in many tutorials; constant: stays."""
     lrf: float = 0.01
@@ -64,116 +58,6 @@ class ScheduleOptions:
             raise ValueError(f"--lr must be positive and finite, got {self.lr}")
         if not 0 <= self.lrf <= 1:
             raise ValueError(f"--lrf must be from 0 to 1 (a share of --lr), got {self.lrf}")
-
-    def fit(self, samples: int, world_size: int, micro_batches: int = 1) -> tuple[Self, int]:
-        """These options for a data set, and its global batch size; says where each comes from.
-
-        An epoch leaves out the samples that fill no batch, others in each epoch. With ten steps or
-        more they are less than a tenth of the data. A smaller last batch would leave out none, but
-        its samples would weigh more, and most numbers of ranks would not divide it.
-
-        Args:
-            samples: of the training data.
-            world_size: ranks that share a batch.
-            micro_batches: equal parts into which each rank cuts its share.
-
-        Raises:
-            InputError: there are fewer samples than parts; or as `total_batch_size`.
-        """
-        if micro_batches > 1 and (least := world_size * micro_batches) > samples:
-            raise InputError(
-                f"each rank cuts its share of a batch into {micro_batches} parts (--accumulate, "
-                f"--virtual-ranks or --micro-batches): that needs {least} samples, and there are "
-                f"{samples}"
-            )
-        size = self.total_batch_size(world_size, micro_batches, samples)
-        usual, default = self._default_batch(samples), self.default_batch_size
-        fitted, rate = self, f"{'default' if isinstance(self.lr, Default) else '--lr'} {self.lr:g}"
-        if self.batch_size_per_rank:
-            source = f"--batch-size-per-rank {self.batch_size_per_rank} x {world_size}"
-        elif self.global_batch_size:
-            source = "--global-batch-size"
-        else:
-            source = f"default {default}"
-            if usual < default:
-                source += f", halved to {usual} for more steps per epoch"
-                if isinstance(self.lr, Default) and not self.scale_lr:
-                    fitted = replace(self, lr=self.lr * usual / default)
-                    rate += f" x {usual} / {default}"
-            if size != usual:
-                source += f", the nearest multiple of {world_size * micro_batches}"
-        if self.scale_lr:
-            rate += f" x {size} / {self.scale_lr}"
-        steps = samples // size
-        log.info(
-            f"batch size {size} ({source}), steps per epoch: {steps}, "
-            f"learning rate {fitted.peak_lr(size):g} ({rate})"
-        )
-        if 0 < steps < STEPS_PER_EPOCH:
-            parts = world_size * micro_batches
-            smaller = max(1, min(usual, samples // STEPS_PER_EPOCH) // parts) * parts
-            would = f"with --global-batch-size {smaller} there would be {samples // smaller}"
-            small = f"the data set has {samples} samples only"
-            log.warning(f"few steps per epoch: {would if smaller < size else small}")
-        if self.warmup_epochs >= self.epochs:
-            log.warning(
-                f"--warmup-epochs {self.warmup_epochs:g} of --epochs {self.epochs}: the learning "
-                "rate rises until the end"
-            )
-        return fitted, size
-
-    def total_batch_size(
-        self, world_size: int, micro_batches: int = 1, samples: float = math.inf
-    ) -> int:
-        """Samples per step over all ranks: as given, or near the default, in equal parts.
-
-        The default is for a data set of so many `samples`.
-
-        Raises:
-            InputError: linear scaling of a batch of 5,000 or more, without warm-up.
-        """
-        size = (self.batch_size_per_rank or 0) * world_size or self.global_batch_size
-        if not size:
-            parts = world_size * micro_batches
-            size = max(1, round(self._default_batch(samples) / parts)) * parts
-        if self.scale_lr and not self.warmup_epochs:
-            if size >= 5000:
-                raise InputError(f"--scale-lr for a global batch of {size} needs --warmup-epochs")
-            rate = f"{self.peak_lr(size):g}"
-            log.warning(f"--scale-lr without --warmup-epochs: training begins with --lr {rate}")
-        return size
-
-    def _default_batch(self, samples: float) -> int:
-        """The default batch size, halved until an epoch has ten steps.
-
-        Below 8 only if there are fewer samples than that.
-        """
-        size = self.default_batch_size
-        while size > samples > 0 or (size >= 16 and samples // size < STEPS_PER_EPOCH):
-            size //= 2
-        return size
-
-    def peak_lr(self, global_batch_size: int) -> float:
-        """The highest learning rate, by linear scaling if the options ask for it."""
-        return self.lr * (global_batch_size / self.scale_lr if self.scale_lr else 1)
-
-    def learning_rate(self, step: int, steps_per_epoch: int, global_batch_size: int) -> float:
-        """The learning rate of optimizer step `step`, counted from 0.
-
-        Sources: linear scaling with warm-up, Goyal et al. 2017 (arXiv 1706.02677), section 2;
-        cosine, Loshchilov & Hutter 2016 (arXiv 1608.03983), equation 5.
-        """
-        peak = self.peak_lr(global_batch_size)
-        warmup = round(self.warmup_epochs * steps_per_epoch)
-        if step < warmup:
-            return peak * (step + 1) / warmup
-        if self.lr_schedule == "constant":
-            return peak
-        done, rest = step - warmup, max(1, self.epochs * steps_per_epoch - 1 - warmup)
-        if self.lr_schedule == "cosine-by-epoch":  # the last epoch does not reach the final rate
-            done, rest = step // steps_per_epoch * steps_per_epoch - warmup, rest + 1
-        cosine = (1 + math.cos(math.pi * min(1.0, max(0, done) / rest))) / 2
-        return peak * (self.lrf + (1 - self.lrf) * cosine)
 
 
 @dataclass(frozen=True)

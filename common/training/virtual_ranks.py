@@ -35,9 +35,8 @@ from torch.utils._pytree import tree_map_only
 from common import log
 from common.data.stream import shards_of, whole_share
 from common.errors import InputError
-from common.group.process_group import gloo_does_not_disturb
-from common.replicas import fingerprint
-from common.seeds import rng_state, seed_torch, set_rng_state
+from common.group.process_group import making_groups
+from common.seeds import seed_torch
 from common.training.ddp import chunks
 
 
@@ -45,7 +44,6 @@ def use_virtual_ranks(
     ddp: DistributedDataParallel,
     virtual_ranks: int,
     timeout_s: float,
-    audit_every: int = 0,
 ) -> None:
     """Make `ddp` compute shards and add them along the tree. Call `seed_shards` before each step.
 
@@ -57,7 +55,6 @@ def use_virtual_ranks(
         ddp: before its first forward pass.
         virtual_ranks: V, the number of shards.
         timeout_s: how long a rank waits for another rank.
-        audit_every: steps between two steps that `replicas.audit` can look at, or 0.
 
     Raises:
         InputError: `ddp` expects steps without some of its parameters, whose sums would get lost.
@@ -79,7 +76,7 @@ def use_virtual_ranks(
         log.warning("--virtual-ranks gives the same bits on GPUs only with --deterministic")
     kind = UnevenTree if virtual_ranks % world_size else Tree
     tree = kind(virtual_ranks, timedelta(seconds=timeout_s))
-    ddp.module = _Shards(ddp.module, tree, audit_every)
+    ddp.module = _Shards(ddp.module, tree)
     ddp.broadcast_buffers = False  # the tree gives every rank the same buffers
     ddp.register_comm_hook(tree, Tree.average_bucket)
 
@@ -125,9 +122,8 @@ class Tree:
         self.mine = self.shards_of(self.rank)
         self.later: dict[Tensor, list[Tensor]] = {}  # sums of a gradient that are not its first
         self._under_way: list[Iterator[None]] = []
-        self.sent: dict[Tensor, Tensor] | None = None  # fingerprints of gradients, in an audit
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-        with gloo_does_not_disturb(dist.get_backend()):
+        with making_groups("the groups of --virtual-ranks"):
             self._messages = self._connect(timeout)
 
     def shards_of(self, rank: int) -> range:
@@ -168,10 +164,6 @@ class Tree:
 
     def average_bucket(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """DDP's hook: the backward pass calls it when a bucket of gradients is full."""
-        if self.sent is not None:
-            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                sums = [gradient, *self.later.get(parameter, ())]
-                self.sent[parameter] = fingerprint_of_sums(sums)
         own = [bucket.buffer(), *self._later_buffers(bucket)]
         with nullcontext() if bucket.is_last() else self.waiting():
             self.start(self.average(own))
@@ -246,12 +238,6 @@ def _strides(parameter: Tensor, gradient: Tensor) -> tuple[int, ...]:
     return parameter.stride() if dense else gradient.stride()
 
 
-def fingerprint_of_sums(sums: Sequence[Tensor]) -> Tensor:
-    """The fingerprint of one gradient's sums."""
-    first, *rest = map(fingerprint, sums)
-    return sum((value * (2 * n + 3) for n, value in enumerate(rest)), start=first)
-
-
 def _first_names(model: nn.Module) -> dict[str, str]:
     """Each place of a tensor in a model, by name, to the first name of that tensor.
 
@@ -272,74 +258,38 @@ class _Shards(nn.Module):
 
     seeds = (0, 0)
 
-    def __init__(self, model: nn.Module, tree: Tree, audit_every: int) -> None:
+    def __init__(self, model: nn.Module, tree: Tree) -> None:
         super().__init__()
-        self.model, self.tree, self.audit_every = model, tree, audit_every
-        self.seen: dict[str, Any] = {}
+        self.model, self.tree = model, tree
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.first_name = _first_names(model)
-        # The first shard uses the parameters themselves.
-        self._parameters_by_shard = [{}, *self._aliases(len(tree.mine) - 1)]
+        # The first shard uses the parameters themselves; the others, tensors on the parameters'
+        # memory, so that autograd keeps the shards' gradients apart.
+        self._parameters_by_shard: list[dict[str, Tensor]] = [{}]
+        for _ in tree.mine[1:]:
+            own = {name: p.detach().requires_grad_() for name, p in self.trained.items()}
+            self._parameters_by_shard.append(own)
         if len(tree.mine) > 1:
             for name, parameter in self.trained.items():
                 parameter.register_hook(partial(self._add_other_shards, name))
 
-    def _aliases(self, shards: int) -> list[dict[str, Tensor]]:
-        """Tensors on the parameters' memory, so that autograd keeps the shards' gradients apart."""
-        trained = self.trained.items()
-        return [{name: p.detach().requires_grad_() for name, p in trained} for _ in range(shards)]
-
     def forward(self, inputs: Any) -> Tensor:
         """The model's outputs (samples, ...) for this rank's inputs."""
-        buffers = dict(self.model.named_buffers())
-        seen: dict[str, Any] = {}
-        if self.audit_every > 0 and (self.seeds[1] + 1) % self.audit_every == 0:
-            before = {name: buffer.clone() for name, buffer in buffers.items()}
-            seen = {"inputs": inputs, "buffers": before, "sent": {}}
-        self.seen, self.tree.sent = seen, seen.get("sent")
-        out, by_shard = self._run(inputs, dist.get_rank(), self._parameters_by_shard, buffers)
+        out, by_shard = self._run(inputs)
         self.tree.start(self._average_buffers(by_shard))
         # The loss is a sum divided by `loss_divisor`, a shard's gradient that of the shard's mean.
         if out.requires_grad:
             factor = whole_share(self.tree.world_size, self.tree.shards)
             out.register_hook(lambda gradient: gradient * factor)
-            if seen:
-                out.register_hook(partial(seen.__setitem__, "output_gradient"))
         return out
 
-    def fingerprints_again(
-        self, rank: int, inputs: Any, gradient: Tensor, autocast: torch.autocast
-    ) -> list[Tensor]:
-        """Fingerprints of what `rank` sends in this step, computed again.
-
-        They come from the rank's inputs and the gradient of its outputs. Nothing that training uses
-        changes. `autocast` is the context that training uses.
-        """
-        random_state = rng_state()
-        shards = self.tree.shards_of(rank)
-        by_shard = self._aliases(len(shards))
-        with autocast:
-            out, _ = self._run(inputs, rank, by_shard, self.seen["buffers"])
-        parameters = [parameter for own in by_shard for parameter in own.values()]
-        terms = torch.autograd.grad(out, parameters, gradient)
-        set_rng_state(random_state)
-        count = len(self.trained)
-        sums = (add(terms[number::count], shards) for number in range(count))
-        return [*map(fingerprint_of_sums, sums)]
-
-    def _run(
-        self,
-        inputs: Any,
-        rank: int,
-        parameters_by_shard: Sequence[dict[str, Tensor]],
-        buffers: dict[str, Tensor],
-    ) -> tuple[Tensor, list[dict[str, Tensor]]]:
-        """The outputs of one rank's shards, and each shard's buffers after it."""
+    def _run(self, inputs: Any) -> tuple[Tensor, list[dict[str, Tensor]]]:
+        """The outputs of this rank's shards, and each shard's buffers after it."""
         outputs, by_shard = [], []
-        shards = self.tree.shards_of(rank)
+        shards, buffers = self.tree.mine, dict(self.model.named_buffers())
         parts = chunks(inputs, len(shards))
         device = next(self.model.parameters()).device
-        for shard, part, parameters in zip(shards, parts, parameters_by_shard, strict=True):
+        for shard, part, parameters in zip(shards, parts, self._parameters_by_shard, strict=True):
             own = {name: buffer.clone() for name, buffer in buffers.items()}
             seed_torch(device, *self.seeds, shard, self.tree.shards)
             # Kernels may add in another order at a less aligned address. A copy is aligned as in a

@@ -7,6 +7,7 @@ from typing import Any
 
 from common import cli
 from common.figure import save_figure
+from common.run.plan import batch_size_of
 from common.terminal import mebibytes
 from recipes.checkpoint_rnn.train import NAME, Config
 from tools.comparison import in_turn, median, run_recipe
@@ -21,7 +22,7 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
     """Three steps each; then `--segments auto` within a tenth of the plain run's memory."""
     given = [*DEFAULTS.split(), *arguments]  # the last of two counts
     _, config = cli.parse(NAME, Config, given)
-    length, batch_size = config.sequence.length, config.optimizer.total_batch_size(1)
+    length, batch_size = config.sequence.length, batch_size_of(config.optimizer)
     root = math.isqrt(length)
     wanted = {1, 4, *(root * 2**power // 4 for power in range(5)), length // 8}
     numbers = sorted(number for number in wanted if 1 <= number <= length)

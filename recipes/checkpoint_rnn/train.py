@@ -39,7 +39,7 @@ from common.data.stream import FixedBatches, GlobalBatches
 from common.group.process_group import process_group
 from common.launch.ranks import Ranks
 from common.option_rules import may_change, refuse_below
-from common.run import Loop, Run, RunOptions, begin
+from common.run import Loop, Run, RunOptions, begin, make_plan
 from common.seeds import mixed_precision
 from common.training import Default, ScheduleOptions, evaluate, set_lr
 from recipes.checkpoint_rnn.adding import (
@@ -110,8 +110,9 @@ def train(config: Config, ranks: Ranks) -> None:
 
         # data
         data = make_data(config.sequence, seed)
-        options, batch_size = options.fit(len(data.train), 1)
-        batches = GlobalBatches(len(data.train), batch_size, seed, 0, 1)
+        plan = make_plan(config.optimizer, len(data.train), 1)
+        options, batch_size = plan.options, plan.global_batch_size
+        batches = GlobalBatches(len(data.train), plan.sizes, seed, 0)
         held_out = FixedBatches(len(data.val), batch_size, 0, 1)
         loader = DeviceBatches(make_loader(data.train, batches), device, dtype)
         loader.on_batch = run.clock.end_load  # what came before it was waiting for data
@@ -133,16 +134,15 @@ def train(config: Config, ranks: Ranks) -> None:
         optimizer = torch.optim.Adam(model.parameters(), lr=options.lr, fused=True)
 
         # resume
-        loop = Loop(run, options, batches, data)
+        loop = Loop(run, plan, data)
         if not loop.resume(model=model, optimizer=optimizer):
             return
         model.train()
 
         # loop
         memory = PeakMemory(device)
-        for epoch in loop.epochs():
-            batches.set_epoch(epoch, loop.state.batch, loop.steps_left)
-            for sequences in loader:
+        for _ in loop.epochs():
+            for sequences in loop.steps(loader):
                 set_lr(optimizer, loop.lr)
                 loss = train_step(model, optimizer, sequences, segments)
                 loop.after_step(loss)

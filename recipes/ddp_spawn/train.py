@@ -34,7 +34,16 @@ from common.launch.port import listen
 from common.launch.process import end_process, run_rank
 from common.launch.ranks import Ranks
 from common.launch.start import Child, interrupts_held, prepare_launch, supervise
-from common.run import Loop, MicroBatches, Run, RunOptions, begin, make_loaders, make_model
+from common.run import (
+    Loop,
+    MicroBatches,
+    Run,
+    RunOptions,
+    begin,
+    make_loaders,
+    make_model,
+    make_plan,
+)
 from common.seeds import mixed_precision
 from common.training import (
     ModelOptions,
@@ -72,10 +81,14 @@ def train(config: Config, ranks: Ranks) -> None:
 
         # data
         data = load_data(config.data, config.run.seed, ranks)
-        options, global_batch_size = parallel.fit(options, len(data.train), ranks.world_size)
-        batches, loader, val_loader = make_loaders(
-            run, config.data, data, global_batch_size, dtype, shards=parallel.virtual_ranks
-        )  # batches: which samples; loader: their images and labels
+        plan = make_plan(
+            options,
+            len(data.train),
+            ranks.world_size,
+            virtual_ranks=parallel.virtual_ranks,
+            micro_batches=parallel.accumulate,
+        )
+        loader, val_loader = make_loaders(run, config.data, data, plan, dtype)
 
         # model
         model = make_model(run, config.model, data, dtype, download=config.data.download)
@@ -93,7 +106,7 @@ def train(config: Config, ranks: Ranks) -> None:
         optimizer = make_optimizer(model.parameters(), options, scaled=scaler.is_enabled())
 
         # resume
-        loop = Loop(run, options, batches, data, check_replicas=parallel.check_replicas)
+        loop = Loop(run, plan, data, check_replicas=parallel.check_replicas)
         micro_batches = MicroBatches(ddp, parallel, loop, autocast)
         if not loop.resume(model=model, optimizer=optimizer, scaler=scaler):
             return  # the run is finished already
@@ -101,15 +114,14 @@ def train(config: Config, ranks: Ranks) -> None:
         micro_batches.warm_up(loader.prepare(data.train[(0, 0)][0]))  # epoch 0, sample 0: its image
 
         # loop
-        for epoch in loop.epochs(ddp):  # times ddp's steps, to find a slow rank
-            batches.set_epoch(epoch, loop.state.batch, loop.steps_left)  # those still to do
-            for batch in loader:
+        for _ in loop.epochs(ddp):  # times ddp's steps, to find a slow rank
+            for batch in loop.steps(loader):  # those of the epoch that are still to do
                 set_lr(optimizer, loop.lr)
                 losses = []
                 for images, labels in micro_batches.of(batch):  # DDP sends with the last one
                     with autocast:
                         losses.append(cross_entropy(ddp(images), labels, reduction="none"))
-                    loss = losses[-1].sum() / batches.loss_divisor  # DDP averages to the batch mean
+                    loss = losses[-1].sum() / plan.loss_divisor  # DDP averages to the batch mean
                     scaler.scale(loss).backward()
                 if options.clip_grad_norm:
                     scaler.unscale_(optimizer)  # the norm is that of the true gradients

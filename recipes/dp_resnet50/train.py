@@ -33,11 +33,11 @@ from torch.nn.functional import cross_entropy
 
 from common import cli, log
 from common.data.datasets import DataOptions, load_data
-from common.errors import InputError, multiples_near
+from common.errors import InputError
 from common.group.devices import choose_devices
 from common.group.process_group import process_group
 from common.launch.ranks import Ranks
-from common.run import Loop, Run, RunOptions, announce, make_loaders, make_model, set_up
+from common.run import Loop, Run, RunOptions, announce, make_loaders, make_model, make_plan, set_up
 from common.seeds import mixed_precision
 from common.training import (
     Default,
@@ -114,19 +114,14 @@ def train(config: Config, ranks: Ranks) -> None:
 
         # data
         data = load_data(config.data, seed, ranks)
-        options, batch_size = options.fit(len(data.train), len(devices))
+        plan = make_plan(options, len(data.train), 1, devices=len(devices))
         if len(devices) > 1 and config.model.dropout:
             raise InputError(
                 "--dropout: a snapshot holds one GPU's random state only: use ddp_launch"
             )
         if len(devices) > 1 and config.model.compile:
             raise InputError("--compile cannot compile DataParallel's copies: use ddp_launch")
-        if batch_size % len(devices):
-            raise InputError(
-                f"--global-batch-size {batch_size} cannot be divided by {len(devices)} devices: "
-                f"{multiples_near(batch_size, len(devices), len(data.train))} samples would do"
-            )
-        batches, loader, val_loader = make_loaders(run, config.data, data, batch_size, dtype)
+        loader, val_loader = make_loaders(run, config.data, data, plan, dtype)
 
         # model
         model = make_model(run, config.model, data, dtype, download=config.data.download)
@@ -142,16 +137,15 @@ def train(config: Config, ranks: Ranks) -> None:
         optimizer = make_optimizer(model.parameters(), options, scaled=scaler.is_enabled())
 
         # resume
-        loop = Loop(run, options, batches, data)
+        loop = Loop(run, plan, data)
         if not loop.resume(model=model, optimizer=optimizer, scaler=scaler):
             return
         image, _ = data.train[(0, 0)]
-        warm_up(parallel, loader.prepare(image), batch_size, autocast)
+        warm_up(parallel, loader.prepare(image), plan.global_batch_size, autocast)
 
         # loop
-        for epoch in loop.epochs():
-            batches.set_epoch(epoch, loop.state.batch, loop.steps_left)
-            for images, labels in loader:
+        for _ in loop.epochs():
+            for images, labels in loop.steps(loader):
                 set_lr(optimizer, loop.lr)
                 with autocast:
                     loss = cross_entropy(parallel(images), labels)

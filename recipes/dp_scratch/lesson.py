@@ -36,7 +36,7 @@ def show_lesson(
     Args:
         start: draws the initial parameters, on one device.
         train_step: trains (parameters, images, labels, learning rate) by one step.
-        load: batch size to (batches, training loader, validation loader).
+        load: batch size to (training loader, validation loader).
         total: validation samples.
         seed: of the initial parameters.
         folder: of the run.
@@ -50,10 +50,10 @@ def show_lesson(
             seed_everything(seed)
             replicas = start()
             lr = 0.1 * (size / 32) ** scale
-            batches, loader, val_loader = load(size)
+            loader, val_loader = load(size)
             accuracies = found[rule][size] = []
             for epoch in range(LESSON_EPOCHS):
-                batches.set_epoch(epoch)
+                loader.keys.set_epoch(epoch)
                 for images, labels in loader:
                     train_step(replicas, images, labels, lr)
                 result = evaluate(replicas, val_loader, total)
@@ -89,8 +89,8 @@ def show_diversity(parameters: dict[str, Tensor], load: Callable[[int], Any], fo
             value.grad = None
         return torch.cat(parts)
 
-    most = min(load(1)[0].samples, 1024)  # bounds the memory
-    images, labels = next(iter(load(most)[1]))
+    most = min(load(1)[0].keys.samples, 1024)  # bounds the memory
+    images, labels = next(iter(load(most)[0]))
     whole = gradient(images, labels)
 
     def cosine(batches: list[list[int]]) -> float:

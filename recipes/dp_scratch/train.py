@@ -33,12 +33,12 @@ from torch.nn.functional import cross_entropy
 
 from common import cli, log
 from common.data.datasets import DataOptions, load_data
-from common.errors import InputError
+from common.data.loaders import rank_loaders
 from common.group.devices import choose_devices
 from common.group.process_group import process_group
 from common.launch.ranks import Ranks
 from common.option_rules import may_change
-from common.run import Loop, Run, RunOptions, announce, make_loaders, set_up
+from common.run import Loop, Run, RunOptions, announce, make_loaders, make_plan, set_up
 from common.seeds import mixed_precision
 from common.training import Default, ScheduleOptions, evaluate
 from recipes.dp_scratch.lenet import initialize, lenet, refuse_other_images
@@ -137,7 +137,7 @@ def train_step(replicas: Replicas, images: Tensor, labels: Tensor, lr: float) ->
 
 def train(config: Config, ranks: Ranks) -> None:
     """Train in this one process; the run's folder is `config.run.output_dir`."""
-    options, seed = config.optimizer, config.run.seed
+    seed = config.run.seed
 
     # seed
     set_up(config.run, ranks)
@@ -155,27 +155,18 @@ def train(config: Config, ranks: Ranks) -> None:
         # data
         data = load_data(config.data, seed, ranks)
         refuse_other_images(data)
-        options, batch_size = options.fit(len(data.train), len(devices))
-        if batch_size < len(devices):
-            raise InputError(
-                f"--global-batch-size {batch_size} is less than {len(devices)} devices"
-            )
-
-        def load(size: int) -> Any:
-            return make_loaders(run, config.data, data, size, dtype)
-
-        batches, loader, val_loader = load(batch_size)
+        plan = make_plan(config.optimizer, len(data.train), 1, devices=len(devices), uneven=True)
+        loader, val_loader = make_loaders(run, config.data, data, plan, dtype)
 
         # model, parallelise
         replicas = Replicas(initialize(dtype), devices)
 
         # resume
-        loop = Loop(run, options, batches, data)
+        loop = Loop(run, plan, data)
         if loop.resume(model=replicas):
             # loop
-            for epoch in loop.epochs():
-                batches.set_epoch(epoch, loop.state.batch, loop.steps_left)
-                for images, labels in loader:
+            for _ in loop.epochs():
+                for images, labels in loop.steps(loader):
                     loss = train_step(replicas, images, labels, loop.lr)
                     loop.after_step(loss)
                 loop.save()  # before the evaluation, which may take long
@@ -189,7 +180,9 @@ def train(config: Config, ranks: Ranks) -> None:
             show_lesson(
                 lambda: Replicas(initialize(dtype), [device]),
                 train_step,
-                load,
+                lambda size: rank_loaders(
+                    data, config.data, [size], seed, 0, device, dtype, run.folder
+                ),
                 len(data.val),
                 seed,
                 run.folder,

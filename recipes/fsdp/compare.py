@@ -27,6 +27,7 @@ from common.group.devices import choose_device, synchronize
 from common.group.process_group import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks, resolve
+from common.run.plan import batch_size_of
 from common.snapshots.shards import local_part
 from common.terminal import mebibytes
 from common.writing import write_json
@@ -91,7 +92,7 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
     first = runs["DDP on 1"][0]
     dtype = torch.float64 if config.run.precision == "fp64" else torch.float32
     whole = sum(first[kind] for kind in KINDS[:3])
-    batch_size = config.optimizer.total_batch_size(1)
+    batch_size = batch_size_of(config.optimizer)
     memory, speed = [], []
     for name, found in runs.items():
         way, ranks = name.split(" on ")[0], int(name.split(" on ")[1])
@@ -178,7 +179,7 @@ def train(way: str, config: Config, ranks: Ranks, device: torch.device) -> dict[
         local_part(parameter)[0].normal_(0, 0.02)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True) if way == "DDP" else model
     optimizer = make_adamw(model, config.optimizer.lr, config.optimizer.weight_decay)
-    samples = config.optimizer.total_batch_size(ranks.world_size) // ranks.world_size
+    samples = batch_size_of(config.optimizer, parts=ranks.world_size) // ranks.world_size
     tokens = torch.randint(0, VOCABULARY, (samples, config.text.context), device=device)
 
     def forward() -> torch.Tensor:

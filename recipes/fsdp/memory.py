@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensorMode  # on `meta`, attention keeps other
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.run.plan import batch_size_of
 from common.snapshots.shards import local_part
 from common.terminal import mebibytes
 from recipes.fsdp.model import Transformer, TransformerOptions
@@ -109,7 +110,7 @@ def table(config: Any, world_size: int, device: torch.device) -> str:
     bf16 = precision == "bf16" or (precision, device.type) == ("auto", "cuda")
     sizes, context = options.sizes(world_size), config.text.context
     shares = sizes[0] * sizes[1]
-    samples = -(-config.optimizer.total_batch_size(shares) // shares)
+    samples = -(-batch_size_of(config.optimizer, parts=shares) // shares)
     copies = options.replicas * options.tensor_parallel
     larger = [n for n in (8, 64, 512) if n != world_size and n % copies == 0]
     lines = [

@@ -39,7 +39,7 @@ from common.group.devices import choose_device
 from common.group.process_group import process_group
 from common.launch.ranks import Ranks
 from common.option_rules import may_change, refuse_below
-from common.run import Loop, Run, RunOptions, announce, make_loaders, set_up
+from common.run import Loop, Run, RunOptions, announce, make_loaders, make_plan, set_up
 from common.training import Default, ScheduleOptions, evaluate, set_lr
 from recipes.fsdp.memory import table
 from recipes.fsdp.model import Transformer, TransformerOptions
@@ -129,9 +129,9 @@ def train(config: Config, ranks: Ranks) -> None:
         # data
         text = load_text(config.text, seed)
         data = text.data
-        options, batch_size = options.fit(len(data.train), shares)
-        batches, loader, val_loader = make_loaders(  # tensor ranks load the same data
-            run, config.text, data, batch_size, dtype, share=(share, shares)
+        plan = make_plan(options, len(data.train), shares)
+        loader, val_loader = make_loaders(  # tensor ranks load the same data
+            run, config.text, data, plan, dtype, share=share
         )
 
         # model
@@ -147,7 +147,7 @@ def train(config: Config, ranks: Ranks) -> None:
         optimizer = make_adamw(model, options.lr, options.weight_decay)
 
         # resume
-        loop = Loop(run, options, batches, data, mesh=mesh)
+        loop = Loop(run, plan, data, mesh=mesh)
         if not loop.resume(model=model, optimizer=optimizer):
             return
 
@@ -156,9 +156,8 @@ def train(config: Config, ranks: Ranks) -> None:
             return scores if mesh["tensor"].get_local_rank() == 0 else None
 
         # loop
-        for epoch in loop.epochs():
-            batches.set_epoch(epoch, loop.state.batch, loop.steps_left)
-            for tokens, targets in loader:
+        for _ in loop.epochs():
+            for tokens, targets in loop.steps(loader):
                 set_lr(optimizer, loop.lr)
                 logits = model(tokens).transpose(1, 2).to(dtype)
                 losses = cross_entropy(logits, targets, reduction="none").mean(1)

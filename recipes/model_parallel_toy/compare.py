@@ -19,6 +19,7 @@ from common.figure import save_figure
 from common.group.devices import choose_device
 from common.group.process_group import process_group
 from common.launch.ranks import Ranks
+from common.run.plan import batch_size_of
 from recipes.model_parallel_toy.pipeline import plot_timeline
 from recipes.model_parallel_toy.split import ParallelOptions, build, cut, generated_points
 from recipes.model_parallel_toy.train import NAME, Config
@@ -51,7 +52,7 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
         return run_recipe(NAME, [*given, *variants[name]], folder / f"{name}{n}")
 
     runs = in_turn(list(variants), run, rounds)
-    batch_size = config.optimizer.total_batch_size(1)
+    batch_size = batch_size_of(config.optimizer)
     whole = median(runs["whole model, one device"], "samples_per_s")
     rows = []
     for name, found in runs.items():
@@ -147,7 +148,7 @@ def main() -> None:
         data = generated_points(0) if toy else load_data(config.data, 0, Ranks())
     sample = data.val[(0, 0)][0][None].float()
     parts = cut(build(config.model, data), stages, sample)
-    inputs = torch.cat([sample] * (config.optimizer.total_batch_size(1) // micro_batches))
+    inputs = torch.cat([sample] * (batch_size_of(config.optimizer) // micro_batches))
     with torch.no_grad():
         for part in parts[:stage]:
             inputs = part(inputs)

@@ -33,11 +33,10 @@ if not __package__:  # started as a file: the repository is not on the path yet
 
 from common import cli
 from common.data.datasets import DataOptions, load_data
-from common.errors import multiples_near
 from common.group.devices import choose_device
 from common.group.process_group import process_group
 from common.launch.ranks import Ranks
-from common.run import Loop, Run, RunOptions, announce, make_loaders, set_up
+from common.run import Loop, Run, RunOptions, announce, make_loaders, make_plan, set_up
 from common.seeds import mixed_precision
 from common.training import OptimizerOptions, evaluate, make_optimizer, set_lr
 from recipes.model_parallel_toy.split import (
@@ -78,14 +77,6 @@ class Config:
                 f"--stages {self.parallel.stages} is more than the {layers} layers of --model "
                 f"{self.model.model}"
             )
-        options, copies = self.optimizer, self.parallel.data_parallel
-        size = (options.batch_size_per_rank or 0) * copies or options.global_batch_size or 0
-        if size % (parts := copies * self.parallel.micro_batch_count):
-            raise ValueError(
-                f"--global-batch-size {size} cannot be divided by {copies} copies x "
-                f"{self.parallel.micro_batch_count} micro-batches: give "
-                f"{multiples_near(size, parts)}"
-            )
 
 
 def train(config: Config, ranks: Ranks) -> None:
@@ -101,7 +92,10 @@ def train(config: Config, ranks: Ranks) -> None:
         device = devices[-1]
     announce(NAME, config.run, ranks, device)
     dtype, _, _ = mixed_precision(config.run.precision, device)
-    with process_group(ranks, device, config.run.backend, config.run.timeout_s):
+    one_device = len(devices) < 2
+    with process_group(
+        ranks, device, config.run.backend, config.run.timeout_s, one_device=one_device
+    ):
         run = Run(NAME, config, ranks, device, *devices)
         replicas = parallel.data_parallel
         mesh, replica, data_group, stage_group = None, ranks.rank, None, None
@@ -115,10 +109,16 @@ def train(config: Config, ranks: Ranks) -> None:
         # data
         toy = config.model.model == "toy"
         data = generated_points(seed) if toy else load_data(config.data, seed, ranks)
-        options, batch_size = options.fit(len(data.train), replicas, parallel.micro_batch_count)
-        first, share = (devices or [device])[0], (replica, replicas)  # all stages load the same
-        batches, loader, val_loader = make_loaders(
-            run, config.data, data, batch_size, dtype, share=share, device=first
+        plan = make_plan(
+            options,
+            len(data.train),
+            replicas,
+            micro_batches=parallel.micro_batch_count,
+            cut_by="--micro-batches",
+        )
+        first = (devices or [device])[0]
+        loader, val_loader = make_loaders(  # all stages load the same
+            run, config.data, data, plan, dtype, share=replica, device=first
         )
         run.resolve(schedule=parallel.order, micro_batches=parallel.micro_batch_count)
 
@@ -139,16 +139,15 @@ def train(config: Config, ranks: Ranks) -> None:
         optimizer = make_optimizer(model.parameters(), options)
 
         # resume
-        loop = Loop(run, options, batches, data, mesh=mesh)
+        loop = Loop(run, plan, data, mesh=mesh)
         if not loop.resume(model=state, optimizer=optimizer):
             return
         pipe.train()
-        pipe.warm_up(sample, batch_size // replicas)
+        pipe.warm_up(sample, plan.sizes[replica])
 
         # loop
-        for epoch in loop.epochs():
-            batches.set_epoch(epoch, loop.state.batch, loop.steps_left)
-            for inputs, labels in loader:
+        for _ in loop.epochs():
+            for inputs, labels in loop.steps(loader):
                 set_lr(optimizer, loop.lr)
                 if parallel.in_processes and loop.state.step == loop.last_step - 1:
                     pipe.note_work(parallel.timeline)

@@ -44,6 +44,7 @@ from common.option_rules import refuse_below
 from common.output_folder import result_folder
 from common.run.begin import device_in_words
 from common.run.options import flatten
+from common.run.plan import batch_size_of, refuse_size
 from common.terminal import progress_bar, set_up_logs
 from common.throughput import samples_per_s
 from common.training import OptimizerOptions
@@ -102,8 +103,10 @@ def measure_settings(config: Config, device: torch.device) -> tuple[dict[str, An
     """
     options = config.tune
     data = load_data(config.data, options.seed, Ranks())
-    size = options.global_batch_size or OptimizerOptions().total_batch_size(1, 1, len(data.train))
-    batches = GlobalBatches(len(data.train), size, options.seed, 0, 1)
+    chosen_size = OptimizerOptions(global_batch_size=options.global_batch_size)
+    size = batch_size_of(chosen_size, len(data.train))
+    refuse_size(size, len(data.train))
+    batches = GlobalBatches(len(data.train), [size], options.seed, 0)
     epoch, wanted = list(batches), -(-options.samples // size)
     timed = (epoch * -(-wanted // len(epoch)))[:wanted]
     makers = {"map": make_loader, "stream": make_stream_loader, "items": make_item_loader}

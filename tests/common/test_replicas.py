@@ -8,14 +8,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.errors import TrainingError
 from common.launch.ranks import Ranks
 from common.replicas import fingerprint
 from common.run.loop import Loop
 from common.snapshots.snapshot_files import list_snapshots, read
-from common.training import virtual_ranks
 from tests.helpers.commands import Result
 from tests.helpers.flips import flip, plant
 from tests.helpers.pool import Pool
@@ -170,103 +169,6 @@ def test_equal_replicas_of_every_kind_raise_no_alarm(pool: Pool, tmp_path: Path)
 def test_a_gradient_that_was_sent_wrongly_is_the_same_on_all_ranks(
     pool: Pool, tmp_path: Path, whole: Result
 ) -> None:
-    """What the page says that only an audit sees."""
+    """As the page says, a comparison of replicas does not see it."""
     assert run_with_a_fault(pool, 3, tmp_path, RUN, 1, "gradient") == ""
     assert Result(0, "", "", tmp_path).sha != whole.sha
-
-
-AUDITED: dict[str, dict[str, Any]] = {
-    **RUN,
-    "model": {"norm": "batch", "dropout": 0.3},
-    "parallel": {"virtual_ranks": 4, "audit": 1},
-}
-
-
-@pytest.mark.parametrize(
-    ("world_size", "rank"), [(1, 0), (2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (4, 3)]
-)
-def test_an_audit_names_the_rank_that_computed_a_wrong_gradient(
-    pool: Pool, tmp_path: Path, world_size: int, rank: int
-) -> None:
-    step = 8 + rank  # the audit of step N is of rank N % world_size
-    said = run_with_a_fault(pool, world_size, tmp_path, AUDITED, rank, "gradient", step - 1)
-    saved = 4 if step == 8 else 8
-    assert re.fullmatch(
-        rf"features\.0\.weight's gradient differs when all ranks compute rank {rank}'s part of "
-        rf"step {step} again, at fault: rank {rank} on {HERE} \(its .*: step_0000000{saved}.*",
-        said,
-    ), said
-
-
-def with_a_wrong_auditor(ranks: Ranks, folder: Path, options: Any, rank: int) -> str:
-    """Train; in each audit, `rank` gets a wrong bit when it computes a gradient again."""
-    original = virtual_ranks._Shards.fingerprints_again
-
-    def wrong(shards: Any, *given: Any) -> list[Tensor]:
-        gradients = original(shards, *given)
-        if ranks.rank == rank:
-            flip(gradients[3])
-        return gradients
-
-    with patch.object(virtual_ranks._Shards, "fingerprints_again", wrong):
-        try:
-            run_training(ranks, folder, options)
-        except TrainingError as error:
-            return str(error)
-    return ""
-
-
-def test_an_audit_names_a_rank_that_is_wrong_when_it_audits(pool: Pool, tmp_path: Path) -> None:
-    options = {**AUDITED, "parallel": {"virtual_ranks": 4, "audit": 3}}
-    (said,) = set(pool.run(with_a_wrong_auditor, 4, tmp_path / "4", options, 3))
-    assert f"rank 1's part of step 3 again, at fault: rank 3 on {HERE} (" in said
-    # Of two ranks, the one that was audited may have been wrong twice.
-    (said,) = set(pool.run(with_a_wrong_auditor, 2, tmp_path / "2", options, 0))
-    assert f"at fault: rank 0 on {HERE} or rank 1 on {HERE} (" in said
-
-
-def with_outputs_that_depend_on_buffers(ranks: Ranks, folder: Path, options: Any) -> None:
-    forward = nn.BatchNorm2d.forward
-
-    def changed(layer: Any, inputs: Tensor) -> Tensor:
-        outputs: Tensor = forward(layer, inputs) + layer.running_mean.mean()
-        return outputs
-
-    with patch.object(nn.BatchNorm2d, "forward", changed):
-        run_training(ranks, folder, options)
-
-
-def test_an_audit_begins_with_the_buffers_of_the_step(pool: Pool, tmp_path: Path) -> None:
-    """The step has changed them already."""
-    options = {**AUDITED, "optimizer": {"max_steps": 3}}
-    pool.run(with_outputs_that_depend_on_buffers, 2, tmp_path, options)
-
-
-@pytest.mark.parametrize(
-    ("precision", "steps", "cases"),
-    [
-        ("fp32", 16, ((2, 0), (2, 1), (4, 3), (1, 2), (3, 1))),  # over the end of an epoch
-        ("bf16", 3, ((2, 0), (2, 1))),
-        pytest.param("fp16", 2, ((2, 0), (2, 1)), marks=pytest.mark.slow),
-    ],
-)
-def test_an_audit_changes_no_bit(
-    pool: Pool, tmp_path: Path, precision: str, steps: int, cases: tuple[tuple[int, int], ...]
-) -> None:
-    """Neither of the weights nor of the random generators, on any number of processes."""
-    shas, states = set(), []
-    for world_size, audit in cases:
-        run = training(
-            pool,
-            world_size,
-            tmp_path / f"{world_size} {audit}",
-            run={"precision": precision},
-            model={"norm": "batch", "dropout": 0.3},
-            optimizer={"max_steps": steps},
-            parallel={"virtual_ranks": 8, "audit": audit, "check_replicas": audit},
-        )
-        shas.add(run.sha)
-        newest = read(list_snapshots(run.folder / "snapshots")[0])
-        states.append([rank["rng"]["torch"] for rank in newest["ranks"]])
-    assert len(shas) == 1
-    assert all(torch.equal(*pair) for pair in zip(*states[:2], strict=True))

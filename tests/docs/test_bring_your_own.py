@@ -275,8 +275,9 @@ def loaded(ranks: Ranks, source: Any, workers: int) -> tuple[list[Any], list[str
     """One epoch's samples of this rank as it sees them, and the types in a batch."""
     samples = Samples(source, range(len(source)), 7)
     data, options = Data(samples, samples, "90"), LoaderOptions(num_workers=workers)
-    batches, loader, _ = rank_loaders(data, options, 30, 7, ranks.share, CPU, torch.float32, Path())
-    batches.set_epoch(1)
+    sizes = [30 // ranks.world_size] * ranks.world_size
+    loader, _ = rank_loaders(data, options, sizes, 7, ranks.rank, CPU, torch.float32, Path())
+    loader.keys.set_epoch(1)
     found = list(loader)
     kinds = [str(part.dtype) for part in tree_leaves(found[0]) if isinstance(part, Tensor)]
     return list(chain(*map(numbers_of, found))), kinds
@@ -474,8 +475,8 @@ def test_bytes_are_images_only_if_the_data_say_how_they_are_normalised() -> None
     samples = Samples(source, range(40), 0)
     for mean, expected in (((0.5,) * 3, torch.float32), ((), torch.uint8)):
         data = Data(samples, samples, "255", mean=mean, std=mean)
-        arguments = (LoaderOptions(), 40, 0, (0, 1), CPU, torch.float32, Path())
-        images, _ = next(iter(rank_loaders(data, *arguments)[1]))
+        arguments = (LoaderOptions(), [40], 0, 0, CPU, torch.float32, Path())
+        images, _ = next(iter(rank_loaders(data, *arguments)[0]))
         assert images.dtype == expected
         assert images.unique().item() == (1 if mean else 255)
 
@@ -628,7 +629,8 @@ def evaluated(ranks: Ranks, score: Callable[..., Any], wrap: bool) -> dict[str, 
     model = nn.Sequential(nn.Linear(3, 1), nn.Dropout(0.5)).train()
     samples = Samples(Points(), range(90), 0)
     data, options = Data(samples, samples, "90"), LoaderOptions()
-    loader = rank_loaders(data, options, 30, 0, ranks.share, CPU, torch.float32, Path())[2]
+    sizes = [30 // ranks.world_size] * ranks.world_size
+    _, loader = rank_loaders(data, options, sizes, 0, ranks.rank, CPU, torch.float32, Path())
     function: Any = (lambda inputs: model(inputs)) if wrap else model
     result = evaluate(function, loader, 90, score=score)
     assert model.training

@@ -81,7 +81,7 @@ def test_a_padded_sampler_counts_a_sample_twice_and_ours_counts_each_once() -> N
 def test_without_set_epoch_every_epoch_has_the_same_order() -> None:
     torchs: DistributedSampler[int] = DistributedSampler(range(64), 2, 0)  # type: ignore[arg-type]
     assert list(torchs) == list(torchs), "the caller forgot set_epoch"
-    ours = GlobalBatches(64, 8, 0, 0, 2)
+    ours = GlobalBatches(64, [4, 4], 0, 0)
     first = [[index for _, index in keys] for keys in ours]
     ours.set_epoch(1)
     assert [[index for _, index in keys] for keys in ours] != first

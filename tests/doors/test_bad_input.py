@@ -96,7 +96,6 @@ from tools import predict, reproduce, trained
         ("--accumulate 0", "at least 1"),
         ("--virtual-ranks 4 --global-batch-size 90", "global batch of 90: 88 or 92 samples"),
         ("--check-replicas -1", "--check-replicas must be at least 0"),
-        ("--audit 5", "--audit needs --virtual-ranks"),
         ("--master-port 70000", "65535"),
         ("--nnodes 2", "--master-addr"),
         ("--restarts -1", "--restarts must be at least 0"),

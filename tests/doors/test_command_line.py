@@ -19,9 +19,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.git import without_secrets
-from common.group.host import usable_cores
 from common.kernels import PORTABLE
-from common.launch.capacity import rank_bytes
+from common.launch.capacity import rank_bytes, usable_cores
 from common.weights import weights_sha256
 from tests.helpers.commands import INJECTED, ROOT, Recipe, Result, children, ranks_of, wait_for
 from tests.helpers.images import flowers, photo
@@ -650,9 +649,6 @@ REFUSED_BY_MAKE = {
     "evaluate ARGS=--json": "no run given: make evaluate RUN=runs/",
     "reproduce": "no run given: make reproduce RUN=runs/",
     "test SUITE=fast": "no suite fast: SUITE is slow, slurm, image, faults or soak",
-    "test-slurm": "make test-slurm is now: make test SUITE=slurm",
-    "image-test": "make image-test is now: make test SUITE=image",
-    "soak ROUNDS=5": "make soak is now: make test SUITE=soak",
 }
 
 

@@ -13,7 +13,7 @@ import torch
 from common.data.loaders import make_loader
 from common.data.stream import Key, Samples
 from common.data.workers import done, recommend
-from common.group.host import usable_cores
+from common.launch.capacity import usable_cores
 from common.throughput import samples_per_s
 from recipes.tune_loader.streams import make_item_loader, make_stream_loader
 from tests.helpers.gradients import CPU

@@ -23,6 +23,7 @@ from benchmarks.peers.task import (
 )
 from common.errors import STATUS_FAILED, TrainingError
 from common.launch.ranks import Ranks
+from common.run.plan import make_plan
 from common.training.optimizer import OptimizerOptions
 from tests.helpers.commands import ROOT, Recipe
 from tests.helpers.pool import Pool, in_group
@@ -73,11 +74,11 @@ def test_the_peers_data_and_schedule_are_the_recipes(tmp_path: Path) -> None:
     train, val = make_data()
     assert (len(train) // GLOBAL_BATCH_SIZE, len(val)) == (STEPS_PER_EPOCH, 360)
     assert not set(train.indices) & set(val.indices)
-    task, ours = Task(1, 30, 21, tmp_path), OptimizerOptions(epochs=3)
+    task, ours = Task(1, 30, 21, tmp_path), make_plan(OptimizerOptions(epochs=3), len(train), 1)
     model = make_model()
     optimizer, schedule = make_optimizer(model, task)
     for step in range(3 * STEPS_PER_EPOCH):
-        rate = ours.learning_rate(step, STEPS_PER_EPOCH, GLOBAL_BATCH_SIZE)
+        rate = ours.lr(step)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
         optimizer.step()
         schedule.step()

@@ -148,6 +148,7 @@ def test_gpus_in_use_or_hidden_from_other_ranks(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
     found = [one for _, one in doctor.findings_of({"devices": doctor.devices(Ranks())})]
     assert [(one.state, one.found) for one in found] == [
+        ("ok", "NCCL adds between GPUs: not by NVLS or CollNet, if --deterministic (NCCL_ALGO)"),
         ("warning", "cuda:0 GPU, 10 of 80 GiB free"),
         ("ok", "cuda:1 GPU, 80 of 80 GiB free"),
         (
@@ -155,7 +156,7 @@ def test_gpus_in_use_or_hidden_from_other_ranks(monkeypatch: pytest.MonkeyPatch)
             "AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy or unavailable",
         ),
     ]
-    assert "exclusive mode" in found[2].fix
+    assert "exclusive mode" in found[3].fix
     in_job = Ranks(1, 1, 2, 2, "slurm")
     assert unwell(doctor.devices(in_job)) == []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # srun --gpus-per-task=1

@@ -1,15 +1,22 @@
 """Ranks that wait for one another say so, can be stopped, and find what contradicts at once."""
 
+import json
+import os
 import signal
+import socket
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from common.errors import InputError
 from common.group import rendezvous
 from common.launch.ranks import Ranks
 from tests.helpers.commands import ROOT, Recipe, wait_for
 from tests.helpers.machine import free_port
+from tests.helpers.pool import PATIENCE_S, Pool
 
 AT_THE_LOADERS = """
 import os, pathlib, signal
@@ -99,3 +106,68 @@ def test_a_rank_that_cannot_start_a_thread_says_so(
     monkeypatch.setattr(rendezvous, "_open_store", fails)
     with pytest.raises(RuntimeError, match=f"^{says}$"):
         rendezvous.meet(Ranks(world_size=2, local_world_size=2, master_port=1), 600)
+
+
+def refused(ranks: Ranks, gpus: list[str | None], nccl: bool) -> str:
+    try:
+        rendezvous.meet(ranks, PATIENCE_S, gpu=gpus[ranks.rank], nccl=nccl)
+    except InputError as error:
+        return f"{error.agreed} {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nccl", "says"),
+    [
+        (["a", None], False, "True rank 0 on HOST has a GPU, rank 1 on HOST sees none"),
+        ([None, "a"], True, "True rank 1 on HOST has a GPU, rank 0 on HOST sees none"),
+        (["a", "a"], True, "True 2 ranks share 1 GPUs, which NCCL refuses"),
+    ],
+)
+def test_devices_that_cannot_train_together_are_refused_by_all(
+    pool: Pool, gpus: list[str | None], nccl: bool, says: str
+) -> None:
+    """At the rendezvous, before NCCL connects."""
+    said = pool.run(refused, 2, gpus, nccl)
+    assert said[0] == said[1]
+    assert said[0].startswith(says.replace("HOST", socket.gethostname()))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nccl"), [(["a", "a"], False), (["a", "b"], True), ([None, None], False)]
+)
+def test_devices_that_can_train_together_are_not_refused(
+    gpus: list[str | None], nccl: bool
+) -> None:
+    ranks = [{"rank": n, "host": "h", "gpu": gpu, "nccl": nccl} for n, gpu in enumerate(gpus)]
+    assert not rendezvous._unlike_devices(ranks)
+
+
+@pytest.mark.parametrize(
+    ("came", "says"),
+    [
+        ((0,), "rank 1 on b did not come to the mesh in"),
+        ((0, 1), "all 2 ranks came to the mesh"),
+    ],
+)
+def test_a_rank_that_waits_in_nccl_ends_and_names_who_did_not_come(
+    monkeypatch: pytest.MonkeyPatch, came: tuple[int, ...], says: str
+) -> None:
+    """NCCL itself would wait for ever, in C++."""
+    store, ended = dist.HashStore(), threading.Event()
+    for number, host in enumerate("ab"):
+        store.set(f"arrived/{number + 1}", json.dumps({"rank": number, "host": host}))
+    for rank in came[1:]:
+        store.add(f"the mesh/{rank}", 1)
+    errors: list[str] = []
+
+    def end(error: Exception) -> None:
+        errors.append(str(error))
+        ended.set()
+
+    monkeypatch.setattr(rendezvous, "report", lambda error, _: error)
+    monkeypatch.setattr(os, "_exit", end)
+    ranks = Ranks(world_size=2, local_world_size=2)
+    with rendezvous.connecting(store, ranks, 0.01, "the mesh", nccl=True):
+        assert ended.wait(PATIENCE_S)
+    assert says in errors[0]

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from common.errors import InputError
 from common.group.devices import choose_backend, choose_device
-from common.launch.nodes import expand_tasks_per_node, first_host
-from common.launch.ranks import Ranks, resolve
+from common.launch.ranks import Ranks, expand_tasks_per_node, first_host, resolve
 
 TORCHRUN = {
     "RANK": "5",

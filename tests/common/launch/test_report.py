@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from common import log
 from common.errors import InputError
-from common.group.process_group import process_group
 from common.launch.port import bind
 from common.launch.ranks import Ranks
 from common.launch.report import report, show_cause
@@ -193,22 +191,6 @@ def test_code_that_calls_exit_in_a_run_of_one_process_is_no_success(recipe: Reci
     assert (done.status, len(done.errors)) == (1, 1)
     assert "ended too early (status 0): its work was not done: look for exit()" in done.errors[0]
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(("backend", "passed_on"), [("gloo", 0), ("cpu:gloo,cuda:nccl", 1)])
-def test_ranks_on_nccl_pass_its_messages_on(
-    monkeypatch: pytest.MonkeyPatch, backend: str, passed_on: int
-) -> None:
-    """Without a GPU: the process group itself is not made."""
-    calls: list[int] = []
-    module = sys.modules["common.group.process_group"]
-    monkeypatch.setattr(module, "show_messages_to_parent", lambda: calls.append(1))
-    monkeypatch.setattr(module, "choose_backend", lambda *_: backend)
-    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: 1 / 0)
-    group = process_group(Ranks(), torch.device("cpu"), "auto", 5)
-    with pytest.raises(ZeroDivisionError), group:
-        pass
-    assert len(calls) == passed_on
 
 
 def test_a_store_listens_where_it_is_looked_for() -> None:

@@ -19,11 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from common.data.stream import shards_of, whole_share
 from common.errors import InputError
 from common.launch.ranks import Ranks
-from common.replicas import fingerprint
-from common.run import parts
 from common.training import virtual_ranks
 from common.training.virtual_ranks import Tree, add, subtrees, use_virtual_ranks
-from recipes.ddp_launch import train as ddp_launch
 from tests.helpers.commands import INJECTED, Recipe, Result, wait_for
 from tests.helpers.pool import PATIENCE_S, Pool, in_group
 from tests.helpers.training import run_training, train_model, training
@@ -317,21 +314,6 @@ def test_unequal_shares_have_no_batch_size_per_rank(pool: Pool, tmp_path: Path) 
         )
 
 
-def with_loaders_that_know_no_shards(ranks: Ranks, folder: Path, options: Any) -> None:
-    def make(*args: Any, shards: int, **more: Any) -> Any:
-        return parts.make_loaders(*args, **more)
-
-    with patch.object(ddp_launch, "make_loaders", make):
-        run_training(ranks, folder, options)
-
-
-def test_a_recipe_whose_loaders_know_no_shards_is_told(pool: Pool, tmp_path: Path) -> None:
-    """One of one's own, that was written before: equal slices would be other shards."""
-    options = {"optimizer": {"global_batch_size": 48}, "parallel": {"virtual_ranks": 4}}
-    with pytest.raises(InputError, match=r"4 on 3 processes needs make_loaders\(\.\.\., shards="):
-        pool.run(with_loaders_that_know_no_shards, 3, tmp_path / "run", options)
-
-
 RESNET = (
     "--model resnet18 --lr 0.02 --epochs 2 --max-steps 18 --log-every 1 --virtual-ranks 8".split()
 )
@@ -392,15 +374,6 @@ def test_resnet18_killed_on_five_goes_on_with_three_and_then_one(recipe: Recipe)
     assert json.loads((spawned.folder / "manifest.json").read_text())["world_size"] == 4
     found = reproduce.compare(reproduce.read(whole.folder), reproduce.read(last.folder), 0)
     assert found["verdict"] == "identical"
-
-
-def test_an_audit_sees_every_sum_of_a_rank() -> None:
-    sums = [torch.rand(3, 4) for _ in range(2)]
-    seen = virtual_ranks.fingerprint_of_sums(sums)
-    assert seen != virtual_ranks.fingerprint_of_sums(sums[::-1])
-    assert virtual_ranks.fingerprint_of_sums(sums[:1]) == fingerprint(sums[0])
-    sums[1][1, 1] *= 2
-    assert seen != virtual_ranks.fingerprint_of_sums(sums)
 
 
 def test_the_tree_of_eight() -> None:

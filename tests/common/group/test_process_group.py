@@ -1,0 +1,122 @@
+"""How the process group is made; without a GPU, up to the point where NCCL would connect."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from common.errors import TrainingError
+from common.group import process_group as module
+from common.group.process_group import process_group
+from common.launch.ranks import Ranks
+from tests.helpers.commands import wait_for
+from tests.helpers.pool import Pool, in_group
+
+TIMEOUT_S = 3.0
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error")
+    yield
+    torch.set_deterministic_debug_mode(before)
+
+
+class Connects(Exception):
+    """NCCL would connect now."""
+
+
+def before_nccl_connects(patch: pytest.MonkeyPatch, **options: bool) -> dict[str, Any]:
+    """What `process_group` has done when torch is about to make the group of two GPUs."""
+    found: dict[str, Any] = {"messages": False}
+
+    def init(name: str, **given: Any) -> None:
+        found.update(name=name, device_id=given["device_id"])
+        c10d: Any = dist.distributed_c10d
+        if register := getattr(c10d, "_register_builtin_nccl_backend", None):  # from torch 2.15 on
+            patch.setattr(c10d.Backend, "_plugins", {})
+            patch.setattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+            register()
+            found["creator"] = c10d.Backend._plugins["NCCL"].creator_fn.__name__
+        raise Connects
+
+    def meet(*_: object, **given: Any) -> dist.Store:
+        found.update(given)
+        return dist.HashStore()
+
+    patch.setattr(module, "meet", meet)
+    patch.setattr(module, "show_messages_to_parent", lambda: found.update(messages=True))
+    patch.setattr(dist, "init_process_group", init)
+    patch.setattr(torch.cuda, "set_device", lambda _: None)
+    gpu = SimpleNamespace(uuid="GPU-1")
+    patch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    ranks = Ranks(1, 1, 2, 2, "torchrun")
+    with mock.patch.dict(os.environ):
+        for name in ("NCCL_ALGO", "TORCH_DIST_USE_NCCL2"):
+            os.environ.pop(name, None)
+        group = process_group(ranks, torch.device("cuda", 1), "auto", 5, **options)
+        with pytest.raises(Connects), group:
+            pass
+        found["algorithms"] = os.environ.get("NCCL_ALGO")
+    return found
+
+
+def test_nccl_is_chosen_before_it_connects(
+    monkeypatch: pytest.MonkeyPatch, deterministic: None
+) -> None:
+    found = before_nccl_connects(monkeypatch)
+    assert found.pop("creator", "_create_nccl_process_group") == "_create_nccl_process_group"
+    assert found == {
+        "messages": True,
+        "gpu": "GPU-1",
+        "nccl": True,
+        "name": "cpu:gloo,cuda:nccl",
+        "device_id": torch.device("cuda", 1),
+        "algorithms": "^NVLS,NVLSTree,CollnetDirect,CollnetChain",
+    }
+
+
+def test_a_process_of_several_gpus_is_bound_to_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would refuse gradients on its other GPUs (`split` with --data-parallel)."""
+    found = before_nccl_connects(monkeypatch, one_device=False)
+    assert found["device_id"] is None
+    assert found["algorithms"] is None, "only --deterministic excludes any"
+
+
+def not_at_the_all_reduce(ranks: Ranks, ended: Path) -> str:
+    """Rank 1 makes the process group, but does not go on to the first all-reduce."""
+    connecting = module._connecting
+
+    def stops(what: str) -> AbstractContextManager[None]:
+        if what == "the first all-reduce":
+            wait_for(ended.exists)
+            return nullcontext()
+        return connecting(what)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(RuntimeError):
+        if ranks.rank == 1:
+            patch.setattr(module, "_connecting", stops)
+        try:
+            with process_group(ranks, torch.device("cpu"), "gloo", TIMEOUT_S):
+                pass
+        except TrainingError as error:
+            ended.touch()
+            return str(error)
+    return ""
+
+
+def test_a_rank_that_does_not_come_to_the_first_all_reduce_is_named(
+    pool: Pool, tmp_path: Path
+) -> None:
+    pool.run(in_group, 2, repr)  # imports what a busy machine needs longer than TIMEOUT_S for
+    said, _ = pool.run(not_at_the_all_reduce, 2, tmp_path / "ended")
+    assert f"rank 1 on {os.uname().nodename} did not come to the first all-reduce in" in said
