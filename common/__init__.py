@@ -78,7 +78,6 @@ Where to change what. Each room and file imports only from those below it; a tes
       verdict           which rank hangs, and in which collective
     hints               advice for errors of PyTorch, NCCL and CUDA; options as others spell them
     run_status          status.json: whether a run goes on, or how it ended
-    driver              how many GPUs there are, and why the driver cannot use them
     stack               which versions of torch, CUDA and NCCL belong together
     git                 changed files and their diff, without secrets
     option_rules        which options may change on a resume, or are new; least values

@@ -46,7 +46,7 @@ def start(name: str, arguments: Sequence[str]) -> int:
         if alone and _launched(name) == "ranks":
             with input_errors():
                 options = parse_group(name, LaunchOptions, given, return_unknown_args=True)[0]
-            nproc = options.processes
+            nproc = options.processes(_device(given))
             several = options.nnodes * nproc > 1 or options.restarts
             if several and not options.check:
                 _warn_of_idle_nodes(options)
@@ -97,6 +97,9 @@ def run(
             needed = 1
         if alone or not options.check:
             _refuse_wrong_number(name, options, ranks, needed)
+        if alone:
+            nproc = needed // options.nnodes if needed else options.processes(_device(arguments))
+            refuse_more_than_fit(nproc)
         if ranks.launcher == "slurm" and _launched(name) in ("ranks", "spawn"):
             _warn_of_idle_gpus(config, ranks)
         if alone and spawn and options.nnodes > 1:
@@ -118,7 +121,6 @@ def run(
             options = replace(options, restarts=0, shrink=False)
         if alone and (needed != 1 or options.restarts):
             _warn_of_idle_nodes(options)
-            nproc = needed // options.nnodes if needed else options.processes
             if spawn:
                 return with_restarts(lambda n: spawn(config, n, options.port), nproc, options)
             if options.nnodes * nproc > 1 or options.restarts:
@@ -154,6 +156,12 @@ def _resolve(arguments: Sequence[str]) -> tuple[Ranks, list[str]]:
     given = [int(match[1]) for word in arguments if (match := re.fullmatch(pattern, word))]
     rest = [word for word in arguments if not re.fullmatch(pattern, word)]
     return resolve(local_rank_argument=given[0] if given else None), rest
+
+
+def _device(arguments: Sequence[str]) -> str:
+    """--device as given: what parses the other options of a recipe imports torch."""
+    given: list[str] = re.findall(r"(?<!\S)--device[ =](\S+)", " ".join(arguments))
+    return given[-1] if given else "auto"
 
 
 def _warn_of_idle_nodes(options: LaunchOptions) -> None:
@@ -205,8 +213,6 @@ def _refuse_wrong_number(
             f"--nproc {options.nproc}, but {name} with these options needs {what}, whatever the "
             "number of devices: leave it out"
         )
-    else:
-        refuse_more_than_fit(needed // options.nnodes if needed else options.processes)
 
 
 def _refuse_to_shrink(config: Any) -> None:

@@ -54,14 +54,10 @@ _TABLE = {
         "choose the interface that leads to the other hosts: NCCL_SOCKET_IFNAME (make doctor lists "
         "the interfaces); a firewall must let all ports pass between the hosts"
     ),
-    r"libcuda\.so\.1 is not found|Failed to load CUDA driver|CUDA driver is a stub": (
+    r"Found no NVIDIA driver|Failed to load CUDA driver|CUDA driver is a stub": (
         "install the driver on the host, or add the folder of its libraries to LD_LIBRARY_PATH "
         "(not CUDA's folder stubs); give a container --gpus all, and "
         "NVIDIA_DRIVER_CAPABILITIES=compute,utility"
-    ),
-    r"may not open /dev/nvidia": (
-        "start the container again (systemctl daemon-reload takes its GPUs away), or let the user "
-        "join the group that owns the file"
     ),
     r"system not yet initialized": (
         "start the fabric manager of the driver's version on the host: systemctl start "
@@ -82,8 +78,9 @@ _TABLE = {
     r"no kernel image is available": (
         "this GPU is older than the stack supports: STACK=cu128 supports the oldest ones"
     ),
-    r"no CUDA-capable device": (
-        "check CUDA_VISIBLE_DEVICES, and that nvidia-smi -L lists a GPU, or in MIG mode an instance"
+    r"no CUDA-capable device|No CUDA GPUs are available": (
+        "check CUDA_VISIBLE_DEVICES, and that nvidia-smi -L lists a GPU, or in MIG mode an "
+        "instance, whose files under /dev this user may open"
     ),
     r"ended too early": (
         "its work was not done: look for exit(), sys.exit() or os._exit() in the code that it runs"
@@ -133,7 +130,7 @@ _TABLE = {
         "that nvidia-smi lists"
     ),
     r"driver version is insufficient|driver on your system is too old": (
-        "choose a stack that fits the driver (make doctor says which), or update the driver"
+        "choose a stack for an older driver (docker/README.md#stacks), or update the driver"
     ),
     r"device-side assert": (
         "the same command with --device cpu names the cause: often a label that is no class of the "

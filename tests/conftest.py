@@ -14,6 +14,10 @@ from common.kernels import choose_kernels
 from tests.helpers.commands import Recipe
 from tests.helpers.pool import Pool
 
+# No test sees a GPU or loads its driver, be it broken: what needs a GPU is in tests/gpu_check.py.
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+os.environ["PYTHONWARNINGS"] = "ignore:CUDA initialization:UserWarning"  # of a broken driver
+
 # Some tests train in this process, and some modules compute when they are imported.
 choose_kernels(portable=True)
 torch.set_num_threads(1)  # as ranks do

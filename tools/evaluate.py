@@ -286,7 +286,7 @@ def main(arguments: Sequence[str]) -> int:
         help="another state_dict of the same model; default: RUN/model.pt",
     )
     parser.add_argument(
-        "--nproc", type=int, help="processes; default: one per visible GPU, or 2 without a GPU"
+        "--nproc", type=int, help="processes; default: one per visible GPU, or 2 on CPUs"
     )
     parser.add_argument(
         "--num-workers",
@@ -310,9 +310,9 @@ def main(arguments: Sequence[str]) -> int:
                 f"--data-path is for photos: {recipe.__name__} makes its own data, and evaluates "
                 "the run's held-out samples"
             )
-        if ranks.launcher == "none" and options.processes > 1:
-            refuse_more_than_fit(options.processes)
-            return launch(["-m", "recipes", "evaluate", *arguments], options.processes, options)
+        if ranks.launcher == "none" and (nproc := options.processes(given.device)) > 1:
+            refuse_more_than_fit(nproc)
+            return launch(["-m", "recipes", "evaluate", *arguments], nproc, options)
     except ValueError as error:
         return cli.refuse(InputError(str(error)))
 

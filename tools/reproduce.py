@@ -36,7 +36,6 @@ from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
 from common.figure import save_figure
 from common.fingerprint import fingerprint, unlike
 from common.git import git
-from common.group.devices import gpu_count
 from common.identity import decisive, differences
 from common.launch.process import end_with_parent
 from common.launch.start import LaunchOptions
@@ -256,7 +255,7 @@ def forecast(run: Recorded) -> str:
     if not then:
         return ""
     set_determinism(**options_of(run.folder, run.options, RunOptions).determinism)
-    on_gpu = run.options.get("device") == "cuda" and gpu_count() > 0
+    on_gpu = run.options.get("device") == "cuda" and torch.cuda.device_count() > 0
     device = torch.device("cuda" if on_gpu else "cpu")
     # In a process that ends: CUDA would keep memory on the GPU while the run trains there.
     with ProcessPoolExecutor(1, get_context("fork")) as child:

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 
-from common import driver, log
+from common import log
 from common.errors import InputError
 from common.hints import with_hint
 from common.launch.ranks import Ranks
-from common.stack import stacks
 
 
 def choose_device(device: str, ranks: Ranks) -> torch.device:
@@ -26,27 +25,24 @@ def choose_device(device: str, ranks: Ranks) -> torch.device:
         ranks: of this process.
 
     Raises:
-        InputError: no GPU, but --device cuda or a Slurm job that was given some; a driver with
-            which torch cannot use this host's GPUs; or more processes on this host than GPUs.
+        InputError: torch can use no GPU, but --device cuda, or this process should have one; or
+            more processes on this host than GPUs.
     """
     if device == "cpu":
         return torch.device("cpu")
     _warn_if_the_program_hides_gpus()
-    check_driver()
-    gpus = gpu_count()
-    if gpus == 0:
-        if device == "auto" and driver.slurm_gave_gpus():
-            raise InputError(
-                "Slurm gave this job GPUs, but torch sees none: check the driver (srun nvidia-smi) "
-                "and that it supports the CUDA stack of the environment, or give --device cpu to "
-                "train without GPUs"
-            )
-        if device == "auto":
-            return torch.device("cpu")
+    expected = why_there_are_gpus()
+    if device == "auto" and not expected and torch.cuda.device_count() == 0:
+        return torch.device("cpu")
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as failed:  # AssertionError: torch is built without CUDA
+        said = with_hint(str(failed).partition("\n")[0])
         raise InputError(
-            "--device cuda, but this process sees no GPU: give --device cpu, or check "
-            "the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
-        )
+            f"{expected or '--device cuda'}, but this process sees no GPU: {said}; or give "
+            "--device cpu to train without GPUs"
+        ) from None
+    gpus = torch.cuda.device_count()
     if gpus == 1:
         return torch.device("cuda", 0)
     if ranks.local_world_size > gpus:  # true on every rank of this host, so none waits for others
@@ -65,19 +61,22 @@ def _warn_if_the_program_hides_gpus() -> None:
         began = Path("/proc/self/environ").read_bytes()  # as this process was started
     found = re.search(rb"(?:^|\0)CUDA_VISIBLE_DEVICES=([^\0]*)", began)
     before, now = os.fsdecode(found[1]) if found else None, os.environ.get(name)
-    if b"PATH=" in began and now != before:  # else a title of the process stands there
-        was, is_now = ("unset" if value is None else repr(value) for value in (before, now))
+    if now and now != before and b"PATH=" in began:  # else a title of the process stands there
+        was = "unset" if before is None else repr(before)
         log.warning(
-            f"the program has changed {name} from {was} to {is_now}: CUDA or a launcher may have "
+            f"the program has changed {name} from {was} to {now!r}: CUDA or a launcher may have "
             "read it before; set it in the shell"
         )
 
 
-def gpu_count() -> int:
-    """GPUs that this process can use; a GPU in MIG mode counts as the one instance it can use."""
-    counted = torch.cuda.device_count()
-    usable = driver.usable_gpus() if counted > 1 else None
-    return counted if usable is None else min(counted, usable)
+def why_there_are_gpus() -> str:
+    """What says that this process has GPUs, whether or not torch can use them; else empty."""
+    if not {"SLURM_STEP_GPUS", "SLURM_JOB_GPUS"}.isdisjoint(os.environ):
+        return "Slurm gave this job GPUs"
+    visible = re.match("[0-9]|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+    if visible and "SLURM_JOB_ID" not in os.environ and any(Path("/dev").glob("nvidia[0-9]*")):
+        return "this host has GPUs (/dev/nvidia*)"
+    return ""
 
 
 def choose_devices(
@@ -96,7 +95,7 @@ def choose_devices(
             as from `choose_device`.
     """
     on_gpus = choose_device(device, Ranks()).type == "cuda"
-    gpus = [f"cuda:{number}" for number in range(gpu_count() if on_gpus else 0)]
+    gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count() if on_gpus else 0)]
     if given is None:
         return list(map(torch.device, gpus or ["cpu"] * on_cpu))
     by_number = all(isinstance(entry, int) for entry in given)
@@ -136,48 +135,11 @@ def synchronize(*devices: torch.device) -> None:
             torch.cuda.synchronize(device)
 
 
-def check_driver(name: str = driver.LIBRARY) -> None:
-    """Refuse a driver with which this torch cannot use this host's GPUs; without GPUs, all is fine.
+def open_contexts(*devices: torch.device) -> None:
+    """Let autograd's thread for each GPU begin with a small backward pass.
 
-    A driver runs programs for its own major version of CUDA and for older versions:
-    https://docs.nvidia.com/deploy/cuda-compatibility (minor version compatibility).
-
-    Raises:
-        InputError: the driver is too old, with the stacks that fit it; or the host has GPUs, but
-            its driver is not found or cannot start, or this torch is built without CUDA.
+    cuBLAS warns if it is the first that needs a CUDA context in a thread.
     """
-    library, files = driver.load(name), driver.gpu_files()
-    if library:
-        _refuse_old_driver(driver.newest_cuda(library))
-    if not files:
-        return
-    if library is None:
-        why = f"the driver's {name} is not found"
-    elif why := driver.failure(library):
-        if not any(os.access(file, os.R_OK | os.W_OK) for file in files):
-            why = f"this process may not open {files[0]} ({why})"
-    elif not torch.backends.cuda.is_built():
-        why = f"torch {torch.__version__} is built without CUDA: install another (make venv)"
-    if why:
-        raise InputError(
-            f"{len(files)} GPUs under /dev, but {with_hint(why)}; or give --device cpu to train "
-            "without GPUs"
-        )
-
-
-def _refuse_old_driver(newest_cuda: int) -> None:
-    """Raise InputError if the driver supports no CUDA of torch's major version."""
-    if torch.version.cuda is None or not newest_cuda:
-        return
-    newest, needed = newest_cuda // 1000, int(torch.version.cuda.split(".")[0])
-    if newest >= needed:
-        return
-    fit = [name for name, parts in stacks().items() if int(parts["cuda"].split(".")[0]) <= newest]
-    drivers = [p["driver"] for p in stacks().values() if p["cuda"].startswith(f"{needed}.")]
-    raise InputError(
-        f"this host's NVIDIA driver supports CUDA {newest}.{newest_cuda % 1000 // 10} at most, "
-        f"but torch {torch.__version__} is built for CUDA {torch.version.cuda}, which needs "
-        f"{f'driver {min(drivers)} or newer' if drivers else 'a newer driver'}: update the driver, "
-        + (f"take stack {' or '.join(fit)} (STACK={fit[0]}), " if fit else "")
-        + "or train with --device cpu"
-    )
+    for device in devices:
+        if device.type == "cuda":
+            torch.ones((), device=device, requires_grad=True).mul(2).backward()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.errors import Checked, InputError, StopRequested
-from common.group.devices import choose_backend, synchronize
+from common.group.devices import choose_backend, open_contexts, synchronize
 from common.group.interfaces import choose_interface
 from common.group.rendezvous import connecting, meet
 from common.launch.process import show_messages_to_parent
@@ -52,6 +52,7 @@ def process_group(
     nccl = "nccl" in name
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        open_contexts(device)
         gpu = str(torch.cuda.get_device_properties(device).uuid)
     if nccl:
         show_messages_to_parent()

@@ -4,8 +4,7 @@ And how many CPU cores this process may use.
 """
 
 import os
-import resource
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,37 +14,25 @@ from common.errors import InputError
 RANK_BYTES, RANK_BYTES_WITH_CUDA = 224 * 2**20, 320 * 2**20
 """Memory that a rank shares with no other process, at least: with a torch without or with CUDA.
 
-A tenth less than the least that was measured. In control groups, where the pages of the libraries
-counted for another group, 1, 2 and 4 ranks of ddp_launch came to their first step (of digits, on
-2 cores) from 412, 814 and 1595 MiB on with torch 2.15 for CUDA 13.2, and no start below that did.
-2 ranks took 725 MiB with torch 2.10 for CUDA 12.8, and 519 MiB with torch 2.13 without CUDA.
+A tenth less than the least with which ranks of ddp_launch came to their first step (torch 2.15).
 """
 
 NEEDED = "0.8 GB"
 """Memory of a rank before its first batch, with its libraries, which ranks share (0.79 GB)."""
-
-RANK_TASKS, LAUNCHER_TASKS = 8, 2
-"""Least number of threads, which the kernel counts like processes: a rank's, its launcher's.
-
-Where 18 were allowed, 2 ranks of check_network ended well, and with 16 not; ddp_launch needed 22.
-With 14 or fewer, one of gloo's threads could not start, and the ranks aborted or waited.
-"""
 
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def refuse_more_than_fit(ranks: int) -> None:
     """Raise InputError for more `ranks` than can start here, whatever else this machine does."""
-    needed, swap = rank_bytes(), _meminfo().get("SwapFree:", 0) * 2**10
-    limits = [
-        *((size // needed, says, f"{needed >> 20} MiB") for size, says in _free_memory(swap)),
-        *(((n - LAUNCHER_TASKS) // RANK_TASKS, says, str(RANK_TASKS)) for n, says in _tasks()),
-    ]
-    fit, says, least = min(limits, default=(ranks, "", ""))
-    if ranks > max(1, fit):
+    needed, kib = rank_bytes(), _meminfo()
+    swap = kib.get("SwapFree:", 0) * 2**10
+    free = kib.get("MemAvailable:", 0) * 2**10 + swap
+    if ranks > max(1, free // needed) and "MemAvailable:" in kib:
         raise InputError(
-            f"{ranks} processes do not fit on this host: {says}, and each process needs at least "
-            f"{least}: start {max(1, fit)} or fewer"
+            f"{ranks} processes do not fit on this host: {free >> 20} MiB of memory are free, and "
+            f"each process needs at least {needed >> 20} MiB: start {max(1, free // needed)} or "
+            "fewer"
         )
     limit = min(_memory_of_cgroups(), default=None)
     if limit is not None and limit + swap < ranks * needed:
@@ -71,9 +58,8 @@ def rank_bytes() -> int:
 
 def memory_limit() -> int | None:
     """Memory that this container or job may use [bytes]; None if it may use all of the host's."""
-    limits = [*_memory_of_cgroups(), *_of_slurm()]
     total = _meminfo().get("MemTotal:", 0) * 2**10
-    least = min(limits, default=total)
+    least = min(_memory_of_cgroups(), default=total)
     return least if least < total else None
 
 
@@ -82,48 +68,8 @@ def _meminfo() -> dict[str, int]:
     return {line[0]: int(line[1]) for line in lines}
 
 
-def _of_slurm() -> Iterator[int]:
-    """The memory of a Slurm job on this node [bytes]; 0 would be all of the node's.
-
-    For advice only: a shell may have these variables from another job.
-    """
-    cores = os.environ.get("SLURM_CPUS_ON_NODE", "1")
-    for name, times in (("SLURM_MEM_PER_NODE", "1"), ("SLURM_MEM_PER_CPU", cores)):
-        given = os.environ.get(name, "0")
-        if given.isdecimal() and times.isdecimal() and int(given):
-            yield int(given) * int(times) * 2**20
-
-
-def _free_memory(swap: int) -> Iterator[tuple[int, str]]:
-    """What all processes of this host leave to the ranks [bytes], in words too."""
-    kib = _meminfo()
-    if "MemAvailable:" in kib:
-        free = kib["MemAvailable:"] * 2**10 + swap
-        yield free, f"{free >> 20} MiB of memory are free"
-
-
-def _tasks() -> Iterator[tuple[int, str]]:
-    """Limits of the number of processes and threads, each in words."""
-    found = [
-        (int(text), f"kernel.{name}")
-        for name in ("pid_max", "threads-max")
-        if (text := _read(_PROC / "sys" / "kernel" / name))
-    ]
-    found += [
-        (n, "its control group") for n in _numbers(of_cgroups("pids", "pids.max", "pids.max"))
-    ]
-    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if limit != resource.RLIM_INFINITY and os.geteuid() != 0:  # root may start more
-        found.append((limit, "ulimit -u"))
-    for number, who in found:
-        yield number, f"{who} allows {number} processes and threads"
-
-
 def _memory_of_cgroups() -> Iterator[int]:
-    return _numbers(of_cgroups("memory", "memory.max", "memory.limit_in_bytes"))
-
-
-def _numbers(texts: Iterable[str]) -> Iterator[int]:
+    texts = of_cgroups("memory", "memory.max", "memory.limit_in_bytes")
     return (int(text) for text in texts if text.isdecimal())  # not "max"
 
 

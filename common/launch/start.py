@@ -5,6 +5,7 @@ into 1 and dies of SIGUSR1, so a scheduler cannot tell "stopped, run me again" (
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -16,7 +17,6 @@ from functools import cache
 from multiprocessing import resource_tracker
 from pathlib import Path
 
-from common import driver
 from common.errors import STATUS_FINISHED, STATUS_STOPPED, STOP_SIGNALS, InputError
 from common.launch.port import listen
 from common.launch.process import command_line, python_path
@@ -51,7 +51,7 @@ class LaunchOptions:
     """How many processes to start. Under torchrun, srun or mpirun leave these options out."""
 
     nproc: int | None = None
-    """Processes on this host [processes]. None: one per visible GPU, or 2 without a GPU."""
+    """Processes on this host [processes]. None: one per visible GPU, or 2 on CPUs."""
     nnodes: int = 1
     """Hosts [hosts]. Start the command on each host."""
     node_rank: int = 0
@@ -101,10 +101,20 @@ class LaunchOptions:
             raise ValueError(f"MASTER_PORT must be a whole number, got {text!r}")
         return int(text) if self.master_port is None else self.master_port
 
-    @property
-    def processes(self) -> int:
-        """Processes to start on this host."""
-        return self.nproc or driver.usable_gpus() or 2
+    def processes(self, device: str) -> int:
+        """Processes to start on this host for --device auto, cpu or cuda."""
+        return self.nproc or (0 if device == "cpu" else usable_gpus()) or 2
+
+
+def usable_gpus() -> int:
+    """GPUs that this process can use, by the driver, without torch and without memory on any."""
+    count = ctypes.c_int()
+    if os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+        with contextlib.suppress(OSError):  # no driver
+            driver = ctypes.CDLL("libcuda.so.1")
+            if driver.cuInit(0) == 0:
+                driver.cuDeviceGetCount(ctypes.byref(count))
+    return count.value
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class Run:
         self.options: RunOptions = config.run
         self.devices = list(dict.fromkeys(devices))
         self._started_s = time.monotonic()
-        self.clock = Clock(self.devices[0])
+        self.clock = Clock(*self.devices)
         self._values = {"recipe": recipe, **flatten(config)}
         given = {k: v for k, v in self._values.items() if k not in MAY_DIFFER_BY_HOST}
         refuse_unlike_rank_0(given, "not started like rank 0")

@@ -34,9 +34,10 @@ _ENOUGH_S = 10.0
 class Clock:
     """Adds up the time that this rank spends on each of `KINDS`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._marks: deque[tuple[str, Any, bool]] = deque()
+    def __init__(self, *devices: torch.device) -> None:
+        self._devices = devices
+        self._marks: deque[tuple[str, list[Any], bool]] = deque()
+        self._done_s = [0.0] * len(devices)
         self._total_s = dict.fromkeys(KINDS, 0.0)
         self._step_s = dict.fromkeys(KINDS, 0.0)
         self._stepped = self._loads = False
@@ -84,31 +85,40 @@ class Clock:
     def seconds(self) -> Tensor:
         """The time of each of `KINDS` so far [s]."""
         self._mark(self._marks[-1][0])
-        if self._device.type == "cuda":
-            self._marks[-1][1].synchronize()  # whoever asks waits for the GPU anyway
+        if self._devices[0].type == "cuda":
+            for event in self._marks[-1][1]:
+                event.synchronize()  # whoever asks waits for the GPUs anyway
         self._read()
         return torch.tensor([*self._total_s.values()], dtype=torch.float64)
 
     def _mark(self, kind: str, *, ends_step: bool = False) -> None:
-        if self._device.type == "cpu":
-            self._marks.append((kind, perf_counter(), ends_step))
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        self._marks.append((kind, event, ends_step))
+        self._marks.append((kind, list(map(_now, self._devices)), ends_step))
 
     def _read(self) -> None:
-        marks, gpu = self._marks, self._device.type == "cuda"
-        while len(marks) > 1 and (not gpu or marks[1][1].query()):
+        """Add up what has passed. A model on several GPUs is as far as the last of them is."""
+        marks, gpu = self._marks, self._devices[0].type == "cuda"
+        while len(marks) > 1 and (not gpu or all(event.query() for event in marks[1][1])):
             kind, since, _ = marks.popleft()
             _, until, ends_step = marks[0]
-            spent_s = since.elapsed_time(until) / 1000 if gpu else until - since
+            before_s = max(self._done_s)
+            for number, (a, b) in enumerate(zip(since, until, strict=True)):
+                self._done_s[number] += a.elapsed_time(b) / 1000 if gpu else b - a
+            spent_s = max(self._done_s) - before_s
             self._total_s[kind] += spent_s
             self._step_s[kind] += spent_s
             if ends_step:
                 self.on_step(self._step_s)
             if ends_step or kind not in STEP:
                 self._step_s = dict.fromkeys(KINDS, 0.0)
+
+
+def _now(device: torch.device) -> Any:
+    """The time on a CPU [s]; on a GPU an event that will have it."""
+    if device.type == "cpu":
+        return perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def by_kind(seconds: Tensor) -> dict[str, float]:

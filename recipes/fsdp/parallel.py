@@ -200,6 +200,8 @@ def whole_model(model: nn.Module, folder: Path) -> dict[str, Tensor]:
     for name, value in model.state_dict().items():
         whole = value
         if isinstance(value, DTensor):  # at once, torch 2.15 warns that this is several gathers
+            if dist.get_backend() == "gloo":  # torch 2.11 crashes in gloo's gather on a GPU
+                value = value.cpu()
             for level in range(value.device_mesh.ndim):
                 placements = [Replicate()] * (level + 1) + list(value.placements[level + 1 :])
                 value = value.redistribute(placements=placements)

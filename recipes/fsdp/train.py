@@ -182,7 +182,7 @@ def dry_run(arguments: Sequence[str]) -> int:
     try:
         options, config = cli.parse(NAME, Config, arguments)
         device = choose_device(config.run.device, Ranks())
-        print(table(config, options.nnodes * options.processes, device))
+        print(table(config, options.nnodes * options.processes(device.type), device))
     except InputError as error:
         return cli.refuse(error)
     return STATUS_FINISHED

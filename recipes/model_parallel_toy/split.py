@@ -16,7 +16,7 @@ from common import log
 from common.data.datasets import ArraySamples, Data
 from common.errors import InputError
 from common.group.collectives import gather_to_rank_0
-from common.group.devices import choose_devices
+from common.group.devices import choose_devices, open_contexts
 from common.launch.ranks import Ranks
 from common.option_rules import may_change, refuse_below
 from common.training import ModelOptions, build_model, warm_up
@@ -212,6 +212,7 @@ class Split(nn.Module):
         super().__init__()
         self.chain = Chain(stages, devices, micro_batches)
         self.parallel: nn.Module = self.chain
+        open_contexts(*devices)
         if copies > 1:  # a module on several devices is wrapped without device_ids
             self.parallel = DistributedDataParallel(self.chain)
 

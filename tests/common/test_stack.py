@@ -16,9 +16,8 @@ from common import git, machine, stack
 from common.data import workers
 from common.data.stream import Samples
 from common.errors import InputError
-from common.group.devices import check_driver
 from tests.helpers.commands import ROOT, Recipe
-from tests.helpers.machine import library, need, small_disk
+from tests.helpers.machine import need, small_disk
 
 TABLE = stack.stacks()
 LOCKED_VERSIONS = runpy.run_path(str(ROOT / "docker" / "verify.py"))["locked_versions"]
@@ -70,22 +69,6 @@ def test_the_running_versions_are_those_of_the_environment() -> None:
         pytest.skip("this torch is of no stack")
     assert stack.differences(known[0], found) == []
     assert stack.strangers() == []
-
-
-def test_a_driver_is_judged_by_its_major_version(tmp_path: Path) -> None:
-    for newest, needed in ((12040, "13.2"), (11080, "12.8"), (13000, "13.2"), (13000, "12.8")):
-        name = f"libcuda_{newest}.so"
-        code = f"int cuDriverGetVersion(int *version) {{ *version = {newest}; return 0; }}"
-        driver = library(tmp_path, name, code) / name
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.version, "cuda", needed)
-            if newest // 1000 >= int(needed.split(".")[0]):
-                check_driver(str(driver))
-                continue
-            fits = r"driver, take stack cu128" if newest == 12040 else "driver, or train with"
-            with pytest.raises(InputError, match=fits):
-                check_driver(str(driver))
-    check_driver("libcuda_that_is_not_there.so")
 
 
 def test_what_is_refused_in_an_image_is_refused_by_the_front_door(recipe: Recipe) -> None:

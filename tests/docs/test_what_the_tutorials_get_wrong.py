@@ -278,6 +278,7 @@ def test_a_device_by_rank_or_by_node_rank_is_wrong_from_the_second_host_on(
 ) -> None:
     """Two hosts with four GPUs each, as torchrun describes them."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
     by_rank, by_node_rank, ours = [], [], []
     for rank in range(8):
         env = {"RANK": rank, "LOCAL_RANK": rank % 4, "GROUP_RANK": rank // 4, "WORLD_SIZE": 8}

@@ -41,10 +41,15 @@ _FOREIGN = (
 )
 
 
-def clean_env() -> dict[str, str]:
-    """The environment of a user's shell, with warnings as errors."""
+def clean_env(own: dict[str, str] | None = None) -> dict[str, str]:
+    """The environment of a user's shell, with a test's `own` variables.
+
+    The packages that the tests find by PYTHONPATH are found by their commands, too.
+    """
     env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
-    return {**env, "PYTHONPATH": str(ROOT)}
+    env |= {"PYTHONPATH": str(ROOT), **(own or {})}
+    paths = env["PYTHONPATH"], os.environ.get("PYTHONPATH")
+    return {**env, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 @dataclass
@@ -135,7 +140,7 @@ class Recipe:
         process = subprocess.Popen(
             [str(part) for part in command],
             cwd=self.tmp_path,
-            env={**clean_env(), **(env or {})},
+            env=clean_env(env),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

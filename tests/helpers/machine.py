@@ -18,14 +18,12 @@ from common.launch.port import listen
 EMULATED_CPUS = ("Haswell", "EPYC-Rome")
 """An Intel and an AMD CPU, as qemu calls them: both with AVX2 and without AVX-512."""
 OTHER_NCCL = "int ncclGetVersion(int *version) { *version = 21803; return 0; }"
-DRIVER = """
-int cuDriverGetVersion(int *version) {{ *version = {version}; return 0; }}
-int cuInit(unsigned flags) {{ return {status}; }}
-int cuGetErrorString(int status, const char **text) {{ *text = "{words}"; return 0; }}
-int cuDeviceGetCount(int *count) {{ *count = 1; return 0; }}
+OLD_DRIVER = """
+int cuDriverGetVersion(int *version) { *version = 12040; return 0; }
+int cuInit(unsigned flags) { return 0; }
+int cuDeviceGetCount(int *count) { *count = 1; return 0; }
 """
-"""A stand-in of NVIDIA's driver with one GPU; `status` and `words` are of its start."""
-OLD_DRIVER = DRIVER.format(version=12040, status=0, words="no error")
+"""A stand-in of NVIDIA's driver for CUDA 12.4, with one GPU."""
 
 
 def need(*programs: str) -> None:

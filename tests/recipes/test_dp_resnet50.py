@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from common import driver
 from common.errors import InputError
 from common.group.devices import choose_devices
 from common.training.models import ModelOptions, build_model, load_matching
@@ -33,7 +32,7 @@ def test_an_unpacked_dataparallel_checkpoint_predicts_the_same_on_a_cpu(tmp_path
 def test_devices_are_taken_as_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(gpus: int, given: Any, device: str, **more: int) -> list[str]:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        monkeypatch.setattr(driver, "usable_gpus", lambda: None)
+        monkeypatch.setattr(torch.cuda, "init", lambda: None)
         return [str(found) for found in choose_devices(given, device, **more)]
 
     def chosen(device: str, ids: tuple[int, ...] | None, gpus: int) -> list[str]:

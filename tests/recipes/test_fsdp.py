@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import cross_entropy
 
@@ -312,6 +313,33 @@ def test_the_whole_model_loads_in_a_plain_process(book: Path, moved: Result) -> 
     loss = float(cross_entropy(logits, targets.flatten()))
     assert loss == pytest.approx(run.metrics[-1]["val_loss"], rel=1e-10)
     assert not list(run.folder.glob("*.tmp"))
+
+
+def test_gloo_gathers_the_whole_model_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.11 ended by SIGSEGV where it gathered a GPU's tensors."""
+    model, on_cpu, gathered = nn.Linear(3, 2), [], []
+    before, cpu, redistribute = model.weight.detach().clone(), Tensor.cpu, DTensor.redistribute
+
+    def to_cpu(value: DTensor) -> Tensor:
+        on_cpu.append(found := cpu(value))
+        return found
+
+    def gather(value: DTensor, **more: Any) -> DTensor:
+        gathered.append(value)
+        return redistribute(value, **more)
+
+    def train_nothing(_ranks: Ranks) -> Weights:
+        fully_shard(model, mesh=parallel.make_mesh(CPU, (1, 1, 1))["shard"])
+        return parallel.whole_model(model, tmp_path)
+
+    monkeypatch.setattr(DTensor, "cpu", to_cpu, raising=False)
+    monkeypatch.setattr(DTensor, "redistribute", gather)
+    whole = in_group(Ranks(), train_nothing)
+    assert torch.equal(whole["weight"], before)
+    assert [id(value) for value in gathered] == [id(value) for value in on_cpu]
+    assert len(gathered) == 2
 
 
 @pytest.mark.parametrize(

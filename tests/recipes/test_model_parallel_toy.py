@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
-from common import cli, driver
+from common import cli
 from common.errors import InputError
 from common.launch.ranks import Ranks
 from common.run.options import RunOptions
 from common.training.models import ModelOptions, build_model
+from recipes.model_parallel_toy import split
 from recipes.model_parallel_toy import train as parallel
 from recipes.model_parallel_toy.pipeline import Pipeline
 from recipes.model_parallel_toy.split import (
@@ -98,7 +99,7 @@ def test_copies_on_one_host_take_its_gpus_in_turn(monkeypatch: pytest.MonkeyPatc
     def devices(gpus: int, copies: int, stages: int = 2) -> list[str]:
         """The numbers of the GPUs of each copy's stages."""
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        monkeypatch.setattr(driver, "usable_gpus", lambda: None)
+        monkeypatch.setattr(torch.cuda, "init", lambda: None)
         all_ranks = [Ranks(rank, rank, copies, copies) for rank in range(copies)]
         options = ParallelOptions(stages=stages)
         found = [devices_of_copy(options, "auto", ranks) for ranks in all_ranks]
@@ -115,6 +116,15 @@ def test_copies_on_one_host_take_its_gpus_in_turn(monkeypatch: pytest.MonkeyPatc
     assert devices(gpus=3, copies=2) == ["00", "11"]
     assert devices(gpus=4, copies=3) == ["00", "11", "22"]
     assert devices(gpus=5, copies=2) == ["01", "23"]
+
+
+def test_autograd_begins_on_the_gpu_of_each_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[torch.device] = []
+    gpus = [torch.device("cuda", number) for number in range(2)]
+    monkeypatch.setattr(split, "Chain", lambda *_: chain())
+    monkeypatch.setattr(split, "open_contexts", lambda *devices: begun.extend(devices))
+    Split([], gpus, 1)
+    assert begun == gpus
 
 
 def piped(

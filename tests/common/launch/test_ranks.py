@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import driver
 from common.errors import InputError
 from common.group.devices import choose_backend, choose_device
 from common.launch.ranks import Ranks, expand_tasks_per_node, first_host, resolve
@@ -283,9 +282,14 @@ def test_a_variable_left_in_the_shell_is_named(name: str, missing: str) -> None:
 
 @pytest.fixture
 def see_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Let torch see so many GPUs, and the driver, if there is one, none other."""
-    monkeypatch.setattr(driver, "usable_gpus", lambda: None)
-    return lambda count: monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    """Let torch see so many GPUs."""
+
+    def see(count: int) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        if count:
+            monkeypatch.setattr(torch.cuda, "init", lambda: None)
+
+    return see
 
 
 def test_a_device_is_chosen_by_local_rank_on_every_node(see_gpus: Callable[[int], None]) -> None:

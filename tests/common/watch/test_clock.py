@@ -57,6 +57,42 @@ def test_time_is_of_one_kind_until_the_next(monkeypatch: pytest.MonkeyPatch) -> 
     assert [sorted(s for s in one.values() if s) for one in steps] == [[2, 5, 14], [2, 5, 15]]
 
 
+def test_a_model_on_two_gpus_is_timed_on_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated: at which time each GPU reaches the end of a step. CUDA compares no two GPUs."""
+    gpus = [torch.device("cuda", number) for number in range(2)]
+    now_s, waited, steps = dict.fromkeys(gpus, 0), set[int](), []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, gpu: torch.device) -> None:
+            self.gpu, self.at_s = gpu, now_s[gpu]
+
+        def query(self) -> bool:
+            return gpus.index(self.gpu) in {0, *waited}
+
+        def synchronize(self) -> None:
+            waited.add(gpus.index(self.gpu))
+
+        def elapsed_time(self, end: "Event") -> float:
+            assert self.gpu == end.gpu
+            return (end.at_s - self.at_s) * 1000
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: gpu)
+    ours = Clock(*gpus)
+    ours.on_step = lambda spent_s: steps.append(spent_s["compute"])
+    for ends_s in ((1, 3), (4, 5), (9, 6)):
+        ours.begin_step()
+        now_s.update(zip(gpus, ends_s, strict=True))
+        ours.end_step()
+    assert not steps, "the second GPU has not come so far, and nothing waits for it"
+    spent_s = dict(zip(KINDS, ours.seconds().tolist(), strict=True))
+    assert {kind: s for kind, s in spent_s.items() if s} == {"start": 3, "compute": 6}
+    assert steps == [2, 4]
+
+
 @contextmanager
 def slow(what: str, seconds: float) -> Iterator[None]:
     """A part of each step takes longer."""
@@ -89,7 +125,7 @@ def train_slowly(
     after_step, finish = Loop.after_step, Loop.finish
 
     def note(loop: Loop) -> None:
-        found.append((loop.clock.seconds(), loop.clock._marks[-1][1]))
+        found.append((loop.clock.seconds(), loop.clock._marks[-1][1][0]))
 
     def first(loop: Loop, losses: torch.Tensor) -> None:
         after_step(loop, losses)

@@ -532,7 +532,7 @@ WRONG = {
         ("ddp_launch",),
         {},
         ("--gpus-per-node=2",),
-        "but torch sees none",
+        "but this process sees no GPU",
     ),
     "array": (
         ("ddp_launch", "--output-dir=x"),
