@@ -147,7 +147,7 @@ def test_a_recipe_of_ones_own_is_listed_trained_evaluated_and_loaded_as_the_page
     answer = json.loads(again.stdout)
     recorded = ("val_loss", "val_error_px", "val_total", "weights_sha256")
     assert answer == {name: done.summary[name] for name in recorded} | {"held_out": True}
-    (script,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    *_, script = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     script = script.replace("runs/mine/RUN", str(done.folder))
     script += "assert model(torch.zeros(1, 1, 16, 16)).shape == (1, 3)"
     with as_in(house):
