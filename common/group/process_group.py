@@ -55,7 +55,7 @@ def process_group(
                 error.agreed = bool(error.agreed)  # there is no other way to tell the peers
                 raise
         dist.init_process_group(
-            name,
+            "cpu:gloo,cuda:nccl" if name == "nccl" else name,
             store=store,
             rank=ranks.rank,
             world_size=ranks.world_size,
