@@ -351,7 +351,8 @@ def examine(where: Where) -> Iterator[tuple[str, Finding]]:
 def examine_in_child(where: Where) -> list[tuple[str, Finding]]:
     """`examine` in a process that ends: until then, CUDA keeps a context on every GPU.
 
-    A GPU in exclusive mode would refuse the ranks of the all-reduce.
+    A GPU in exclusive mode would refuse the ranks of the all-reduce. The child may use CUDA after
+    a fork, because this process never does.
     """
     with ProcessPoolExecutor(1, get_context("fork")) as child:
         try:
