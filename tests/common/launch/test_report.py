@@ -7,6 +7,7 @@ import socket
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -195,20 +196,23 @@ def test_code_that_calls_exit_in_a_run_of_one_process_is_no_success(recipe: Reci
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("backend", "passed_on"), [("gloo", 0), ("cpu:gloo,cuda:nccl", 1)])
+@pytest.mark.parametrize(
+    ("backend", "made", "passed_on"), [("gloo", "gloo", 0), ("nccl", "cpu:gloo,cuda:nccl", 1)]
+)
 def test_ranks_on_nccl_pass_its_messages_on(
-    monkeypatch: pytest.MonkeyPatch, backend: str, passed_on: int
+    monkeypatch: pytest.MonkeyPatch, backend: str, made: str, passed_on: int
 ) -> None:
     """Without a GPU: the process group itself is not made."""
     calls: list[int] = []
     module = sys.modules["common.group.process_group"]
     monkeypatch.setattr(module, "show_messages_to_parent", lambda: calls.append(1))
     monkeypatch.setattr(module, "choose_backend", lambda *_: backend)
-    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: 1 / 0)
+    init = mock.Mock(side_effect=ZeroDivisionError)
+    monkeypatch.setattr("torch.distributed.init_process_group", init)
     group = process_group(Ranks(), torch.device("cpu"), "auto", 5)
     with pytest.raises(ZeroDivisionError), group:
         pass
-    assert len(calls) == passed_on
+    assert (len(calls), init.call_args.args) == (passed_on, (made,))
 
 
 def test_a_store_listens_where_it_is_looked_for() -> None:
