@@ -139,6 +139,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     refuse_closed("the file", folder / "config.json")
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder} is not the folder of a run: it holds no config.json")
+    if "recipe" not in read_record(folder / "config.json"):
+        raise InputError(
+            f"{folder} is not the folder of a training: its config.json names no recipe, like "
+            "those of check_network and tune_loader"
+        )
     return read_record(folder / "config.json", recipe=str)
 
 

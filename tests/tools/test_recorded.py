@@ -1,5 +1,6 @@
 """What is read back of a run: every run made on a GPU, and no damaged file without its name."""
 
+import itertools
 import json
 import logging
 import os
@@ -49,6 +50,13 @@ def assert_options_accept(folder: Path) -> None:
             assert json.dumps(value, default=str) == json.dumps(config[name]), name
 
 
+GIVEN = {
+    "dp_resnet50": ["--device-ids", "0", "1"],
+    "dp_scratch": ["--devices", "cuda:1", "cuda:0"],
+    "model_parallel_toy": ["--devices", "cuda:0", "cuda:1"],
+}
+
+
 def records_of_a_gpu(ranks: Ranks, folder: Path) -> list[Path]:
     """The folders of runs of all recipes, as far as each records its options on two GPUs."""
     found = []
@@ -56,7 +64,7 @@ def records_of_a_gpu(ranks: Ranks, folder: Path) -> list[Path]:
         train = import_module(f"recipes.{name}.train")
         if "run" not in get_type_hints(train.Config):
             continue
-        words = ["--device", "cuda", "--output-dir", str(folder / name)]
+        words = ["--device", "cuda", "--output-dir", str(folder / name), *GIVEN.get(name, ())]
         run = Run(name, parse(name, train.Config, words)[1], ranks, torch.device("cpu"))
         run.devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
         run._write_record({"changed_files": []}, 0, 96)
@@ -109,6 +117,24 @@ def test_a_classifier_of_a_gpu_predicts_and_is_evaluated_on_a_cpu(
         words = [str(run), *words, *weights]
         ((status, printed, said),) = pool.run(call_tool, 1, tool.__name__, words)
         assert (status, holds in printed) == (0, True), said
+
+
+def test_a_run_of_another_kind_is_not_called_damaged(
+    pool: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rest = [run for run in sorted(H200.iterdir()) if run.is_dir() and run.name not in CLASSIFIERS]
+    assert len(rest) == 7
+    for run, tool in itertools.product(rest, (predict, evaluate)):
+        words = [str(run), *(["x.png"] if tool is predict else [])]
+        if known := tool is evaluate and run.name.startswith("fsdp"):
+            ((status, _, said),) = pool.run(call_tool, 1, tool.__name__, words)
+        else:
+            status, said = tool.main(words), capsys.readouterr().err
+        assert status == 2
+        # pydoc's text is that of the Python.
+        other = "are not those that|is missing" if known else "is a run of|is not the folder of a t"
+        assert re.search(other, said), said
+        assert "damaged" not in said
 
 
 def test_a_run_of_a_gpu_is_listed_compared_and_made_again_on_a_cpu(
