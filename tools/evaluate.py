@@ -85,14 +85,15 @@ def validation(run: Trained, data: Data) -> Samples:
     """The held-out samples of the run's own `data`. Calls a collective.
 
     Raises:
-        InputError: preprocessing.json says other things of the data.
+        InputError: preprocessing.json says other things of them.
     """
     with agreed():
         for key, value in json.loads(json.dumps(data.preprocessing)).items():
             if run.preprocessing.get(key) != value:
                 raise InputError(
-                    f'{run.folder}/preprocessing.json: "{key}" is {run.preprocessing.get(key)}, '
-                    f"but {value} for the run's data: restore the file, or train again"
+                    f'{run.folder}/config.json: with its options "{key}" of the data is {value}, '
+                    f"but {run.preprocessing.get(key)} in preprocessing.json: restore the file, or "
+                    "train again"
                 )
     return data.val
 
