@@ -209,7 +209,8 @@ def evaluate_run(given: argparse.Namespace, run: Trained, recipe: Any, ranks: Ra
         what = f"held-out samples of {run.folder}" if own else f"images in {given.data_path}"
         where = f"world_size {ranks.world_size}, device {device_in_words(given.device, device)}"
         lines = [f"{found.total} {what}, {where}", ""]
-        lines += [f"  {name:<12}  {value}" for name, value in result.items()]
+        width = max(12, *map(len, result))
+        lines += [f"  {name:<{width}}  {value}" for name, value in result.items()]
         text = "\n".join([*lines, "", compared] if compared else lines)
     with printing():
         print(text, flush=True)
