@@ -41,6 +41,7 @@ from common.launch.ranks import Ranks
 from common.option_rules import may_change, refuse_below
 from common.run import Loop, Run, RunOptions, announce, make_loaders, set_up
 from common.training import Default, ScheduleOptions, evaluate, set_lr
+from recipes.fsdp.evaluated import own_data, own_model  # noqa: F401  `evaluate` looks for them
 from recipes.fsdp.memory import table
 from recipes.fsdp.model import Transformer, TransformerOptions
 from recipes.fsdp.parallel import (
@@ -54,7 +55,7 @@ from recipes.fsdp.parallel import (
     parallelise,
     whole_model,
 )
-from recipes.fsdp.text import VOCABULARY, Text, TextOptions, load_text, read_text
+from recipes.fsdp.text import VOCABULARY, TextOptions, load_text
 
 NAME = "fsdp"
 
@@ -106,24 +107,6 @@ class Config:
                 f"--tensor-parallel {self.parallel.tensor_parallel} does not divide --heads "
                 f"{self.model.heads}"
             )
-
-
-def own_data(config: Config) -> Text:
-    """The run's text, for `evaluate` (tools/own.py)."""
-    return read_text(config.text, config.run.seed)
-
-
-def in_bf16(model: nn.Module, _missing: Any) -> None:
-    """Compute as FSDP does in bf16: with weights of bf16, too."""
-    model.to(torch.bfloat16)
-
-
-def own_model(config: Config) -> Transformer:
-    """The model in one piece, for `evaluate`."""
-    model = Transformer(config.model, VOCABULARY)
-    if config.run.precision == "bf16":
-        model.register_load_state_dict_post_hook(in_bf16)  # type: ignore[no-untyped-call]
-    return model
 
 
 def train(config: Config, ranks: Ranks) -> None:

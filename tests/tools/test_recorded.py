@@ -34,7 +34,7 @@ from tools import evaluate, predict, reproduce, runs, trained
 from tools.recorded import options_of, read_record
 
 H200 = ROOT / "tests" / "data" / "h200"
-"""Records of runs on a GPU (README.md there)."""
+"""Records of runs on a GPU (README.txt there)."""
 FOLDERS = [path.parent for path in sorted(H200.glob("*/summary.json"))]
 CLASSIFIERS = ["compile", "cpu", "ddp_spawn", "dp_resnet50", "fp16", "photos", "photosf", "stop"]
 ALIKE = ("cpu", "photos", "stop")
