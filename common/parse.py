@@ -51,13 +51,36 @@ def _flat(config: Any) -> dict[str, Any]:
 
 def _refuse_unusable_numbers(options: Any) -> None:
     """Raise ValueError for a number that is infinite, not a number, or too large for torch."""
-    for group in asdict(options).values():
-        for name, value in group.items():
-            option = name.replace("_", "-")
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"--{option} must be a finite number, got {value}")
-            if isinstance(value, int) and abs(value) >= 2**63:
-                raise ValueError(f"--{option} must be below 2^63, got {value}")
+    for name, value in _flat(options).items():
+        option = name.replace("_", "-")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"--{option} must be a finite number, got {value}")
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise ValueError(f"--{option} must be below 2^63, got {value}")
+
+
+def parse_alone(name: str, group: type[C], values: dict[str, Any]) -> C:
+    """One group of a recipe's options, from `values` as config.json holds them.
+
+    Raises:
+        InputError: unknown options, wrong values or combinations.
+    """
+    defaults, words = {option.name: option.default for option in fields(group)}, []  # type: ignore[arg-type]
+    for key, value in values.items():
+        option = key.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        elif isinstance(value, list):
+            words += [f"--{option}", *map(str, value)]
+        elif value is not None or defaults[key] is not None:
+            words.append(f"--{option}={value}")
+    with input_errors():
+        alone = make_dataclass("Alone", [("group", group)], frozen=True)
+        alone.__doc__ = " "
+        found = parse_group(name, alone, words)
+        _refuse_unusable_numbers(found)
+        options: C = found.group
+        return options
 
 
 def parse_group(name: str, options: type, arguments: Sequence[str], **more: Any) -> Any:

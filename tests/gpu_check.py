@@ -245,9 +245,9 @@ def checks(device: str, folder: Path) -> dict[str, Checks]:
         }
 
     def data_parallel() -> dict[str, Any]:
-        options = ("--data", "fake", "--image-size", "64", "--epochs", "3", "--lr", "0.02")
-        found = run(folder / "dp", "--device", device, *options, *few, name="dp_resnet50")
-        learned = found["val_accuracy"] > 0.5 or device == "cpu"
+        # Its own default, on digits: 0.961 on an H200.
+        found = run(folder / "dp", "--device", device, *few, name="dp_resnet50")
+        learned = found["val_accuracy"] > 0.9 or device == "cpu"
         return {"holds": found["world_size"] == 1 and learned, **found}
 
     def split() -> dict[str, Any]:

@@ -8,8 +8,8 @@ Without other data or weights, the result is the one in RUN/summary.json, to the
 number of ranks; other bits end with status 1. If the device, a library's version or the CPU's type
 is not the run's, the last bits may differ, which a message says. A folder of photos has one
 sub-folder per class, named as in the training; all its photos are evaluated. If the folder is the
-run's own data at another place, only its held-out samples are. For recipes with own data or an own
-model see docs/bring-your-own.md.
+run's own data at another place, only its held-out samples are. A model of fsdp is evaluated on the
+text that its run held out. For recipes with own data or an own model see docs/bring-your-own.md.
 """
 
 import argparse
@@ -51,6 +51,7 @@ from common.seeds import set_determinism
 from common.stack import running_versions
 from common.terminal import set_up_logs
 from common.training.evaluation import evaluate, score_classes
+from common.training.models import read_weights
 from common.weights import weights_sha256
 from tools.command import Parser, open_stdout, printing
 from tools.own import Parts, load_own, recipe_of
@@ -84,14 +85,15 @@ def validation(run: Trained, data: Data) -> Samples:
     """The held-out samples of the run's own `data`. Calls a collective.
 
     Raises:
-        InputError: preprocessing.json says other things of the data.
+        InputError: preprocessing.json says other things of them.
     """
     with agreed():
         for key, value in json.loads(json.dumps(data.preprocessing)).items():
             if run.preprocessing.get(key) != value:
                 raise InputError(
-                    f'{run.folder}/preprocessing.json: "{key}" is {run.preprocessing.get(key)}, '
-                    f"but {value} for the run's data: restore the file, or train again"
+                    f'{run.folder}/config.json: with its options "{key}" of the data is {value}, '
+                    f"but {run.preprocessing.get(key)} in preprocessing.json: restore the file, or "
+                    "train again"
                 )
     return data.val
 
@@ -198,15 +200,17 @@ def evaluate_run(given: argparse.Namespace, run: Trained, recipe: Any, ranks: Ra
     weights = given.weights or run.own_weights
     if own and weights.resolve() == run.own_weights.resolve():
         exact = result != recorded and is_as_recorded(run.manifest, device, ranks)
+        exact &= run.config.get("tensor_parallel", 1) == 1  # else its sums were cut otherwise
         compared = verdict(result, recorded, exact=exact)
     if given.json:
-        sha = weights_sha256(model.state_dict())
+        sha = weights_sha256(read_weights(weights))  # the model's own may be rounded: fsdp's bf16
         text = json.dumps({**result, "held_out": own, "weights_sha256": sha}, allow_nan=False)
     else:
         what = f"held-out samples of {run.folder}" if own else f"images in {given.data_path}"
         where = f"world_size {ranks.world_size}, device {device_in_words(given.device, device)}"
         lines = [f"{found.total} {what}, {where}", ""]
-        lines += [f"  {name:<12}  {value}" for name, value in result.items()]
+        width = max(12, *map(len, result))
+        lines += [f"  {name:<{width}}  {value}" for name, value in result.items()]
         text = "\n".join([*lines, "", compared] if compared else lines)
     with printing():
         print(text, flush=True)

@@ -3,7 +3,8 @@
 The recipe's train.py makes its data and its model with functions of these names, and so does
 `evaluate`:
 
-    own_data(config) -> Data            without it, the data are those of --data
+    own_data(config) -> Data            or an object with data and score; without it, the data are
+                                        those of --data
     own_model(config) -> nn.Module      without it, the model is that of --model
     score(model, batch)                 without it, the metrics are those of classes
 """
@@ -81,10 +82,11 @@ def load_own(
     """
     config = config_of(recipe, run)
     if not hasattr(recipe, "own_data"):
-        data = load_data(config.data, config.run.seed, ranks)
+        made = data = load_data(config.data, config.run.seed, ranks)
     with agreed():
         if hasattr(recipe, "own_data"):
-            data = recipe.own_data(config)
+            made = recipe.own_data(config)
+            data = getattr(made, "data", made)  # a score may need the data: Text of fsdp
         if not run.trained_on(data):
             raise InputError(
                 f"the data of {recipe.__name__} are not those that {run.folder} was trained on, or "
@@ -101,5 +103,5 @@ def load_own(
         load_all(model, file, recipe.__name__, f"{run.folder}/config.json")
         if run.config.get("channels_last"):  # it decides the last bits
             model.to(memory_format=torch.channels_last)
-    score = getattr(recipe, "score", score_classes)
+    score = getattr(made, "score", getattr(recipe, "score", score_classes))
     return Parts(data.val, data.mean, data.std, model.to(device).eval(), dtype, score)

@@ -49,15 +49,7 @@ from common.trace import STEP, first_difference, read_traces
 from common.writing import write_json
 from tools.command import Parser, attempt
 from tools.fresh import fresh_environment
-from tools.recorded import (
-    CONFIG,
-    MANIFEST,
-    METRICS,
-    checked,
-    options_of,
-    read_record,
-    read_summary,
-)
+from tools.recorded import options_of, read_record, read_summary, reading
 
 
 @dataclass(frozen=True)
@@ -83,18 +75,14 @@ def read(folder: Path) -> Recorded:
         if not (folder / name).is_file():
             unfinished = ": the run has not finished" if name == "summary.json" else ""
             raise InputError(f"{folder} holds no {name}{unfinished}")
-    manifest = read_record(folder / "manifest.json", MANIFEST)
-    config = read_record(folder / "config.json", CONFIG)
-    summary = read_summary(folder)
-    path, losses = folder / "metrics.jsonl", {}
-    try:
+    kinds = {"command": str, "seed": int, "world_size": int, "gpus": list}
+    kinds |= {"determinism": dict, "fingerprint": dict}
+    manifest = read_record(folder / "manifest.json", **kinds)
+    config = read_record(folder / "config.json", recipe=str)
+    summary = read_summary(folder, steps=int)
+    with reading(folder / "metrics.jsonl"):
         lines = read_metrics(folder)
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} is damaged ({error}): restore it, or train again") from None
-    for number, line in enumerate(lines, 1):
-        content = checked(line, METRICS, f"{path} line {number}")
-        if "loss" in content:
-            losses[content["step"]] = content["loss"]
+        losses = {int(line["step"]): float(line["loss"]) for line in lines if "loss" in line}
     return Recorded(folder, manifest, config, summary, losses)
 
 
@@ -110,12 +98,8 @@ def command_again(
         InputError: the command does not name its recipe (submitit's does not).
     """
     name, manifest = run.summary["recipe"], run.manifest
-    try:
+    with reading(run.folder / "manifest.json"):
         words = shlex.split(manifest["command"])
-    except ValueError as error:
-        raise InputError(
-            f'{run.folder}/manifest.json: "command" is no command ({error}): restore the file'
-        ) from None
     is_recipe = re.compile(rf"{name}|(.*/)?recipes[./]{name}[./]train(\.py)?").fullmatch
     begin = next((place for place, word in enumerate(words, 1) if is_recipe(word)), None)
     if begin is None:
@@ -125,7 +109,7 @@ def command_again(
         )
     replaced = {
         "seed": str(manifest["seed"]),
-        "cpu_threads": str(manifest["determinism"]["cpu_threads"]),
+        "cpu_threads": str(manifest["determinism"].get("cpu_threads")),
         "output_dir": str(folder),
         "resume": "never",
         **{name: str(value) for name, value in other.items()},
@@ -134,8 +118,6 @@ def command_again(
     for option in [*(option.name for option in fields(LaunchOptions)), *replaced]:
         parser.add_argument(*{f"--{option}", f"--{option.replace('_', '-')}"}, nargs="?")
     _, kept = parser.parse_known_args(words[begin:])
-    if not run.options.get("portable") and "--no-portable" not in kept:
-        kept.append("--no-portable")  # a run of before the option was there
     ranks = ["--nproc", str(nproc or manifest["world_size"])]
     arguments = [name, *(ranks if launched in ("ranks", "spawn") else []), *kept]
     for option, value in replaced.items():
@@ -216,12 +198,7 @@ def _relative(a: float, b: float) -> float:
 
 def causes(result: dict[str, Any]) -> str:
     """What differs between the records, the likeliest cause first."""
-    both = {
-        name: values
-        for name, values in {**result["options"], **result["environment"]}.items()
-        # A record of before fingerprints were kept has none.
-        if not (name.startswith("fingerprint.") and None in values)
-    }
+    both = {**result["options"], **result["environment"]}
     files = [name for name in result["environment"] if name.startswith("changed_files.")]
     first = ["data_fingerprint", *result["options"], "world_size", *files, "git_commit"]
     first += [name for name in result["environment"] if name.startswith("fingerprint.")]
@@ -234,7 +211,9 @@ def causes(result: dict[str, Any]) -> str:
         )
     shown = [f"{name} ({_word(both[name][0])}, now {_word(both[name][1])})" for name in order[:4]]
     if "git_commit" in both:
-        names = git("diff", "--name-only", *map(str, both["git_commit"])).split()
+        commits = [str(commit) for commit in both["git_commit"]]
+        known = all(re.fullmatch("[0-9a-f]+", commit) for commit in commits)  # git's arguments
+        names = git("diff", "--name-only", *commits).split() if known else []
         shown += [f"between the commits {', '.join(names[:8])}"] if names else []
     why = f"likely cause: {', then '.join(shown)}"
     if order[0] == "world_size":
@@ -249,17 +228,20 @@ def _word(value: Any) -> str:
     return re.sub(r"\b[0-9a-f]{32,}\b", lambda sha: f"{sha[0][:12]}...", str(value))
 
 
+def _fingerprint(options: RunOptions, device: torch.device) -> dict[str, str]:
+    set_determinism(**options.determinism)
+    return fingerprint(device)
+
+
 def forecast(run: Recorded) -> str:
     """Whether this machine computes what the record's did: known before it trains again."""
-    then = run.manifest.get("fingerprint")
-    if not then:
-        return ""
-    set_determinism(**options_of(run.folder, run.options, RunOptions).determinism)
-    on_gpu = run.options.get("device") == "cuda" and torch.cuda.device_count() > 0
+    then, options = run.manifest["fingerprint"], options_of(run.folder, run.options, RunOptions)
+    on_gpu = options.device == "cuda" and torch.cuda.device_count() > 0
     device = torch.device("cuda" if on_gpu else "cpu")
-    # In a process that ends: CUDA would keep memory on the GPU while the run trains there.
-    with ProcessPoolExecutor(1, get_context("fork")) as child:
-        now = child.submit(fingerprint, device).result()
+    # In a process that ends, else CUDA would keep memory on the GPU while the run trains there; and
+    # a new one, because a fork cannot use CUDA once this process has.
+    with ProcessPoolExecutor(1, get_context("spawn")) as child:
+        now = child.submit(_fingerprint, options, device).result()
     if names := unlike(then, now):
         return (
             f"  warning: this machine computes other bits than the record's ({', '.join(names)}): "

@@ -19,14 +19,7 @@ from common.run.options import RunOptions
 from common.seeds import mixed_precision
 from common.training.models import ModelOptions, build_model, load_matching, read_weights
 from common.weights import weights_sha256
-from tools.recorded import (
-    CONFIG,
-    DATA_OF_MANIFEST,
-    PREPROCESSING,
-    options_of,
-    read_record,
-    read_summary,
-)
+from tools.recorded import options_of, read_record, read_summary, reading
 
 G = TypeVar("G")
 
@@ -42,7 +35,7 @@ class Trained:
     """Of images; empty for a recipe with own data or an own model."""
     summary: dict[str, Any]
     manifest: dict[str, Any]
-    """Only `DATA_OF_MANIFEST` in it is checked: the data's fingerprint and the seed."""
+    """Only the data's fingerprint and the seed in it are checked."""
 
     @property
     def channels(self) -> int:
@@ -108,38 +101,32 @@ def read(folder: Path, *, own: bool = False) -> Trained:
     config = read_config(folder)
     if not own and config.get("model") not in get_args(get_type_hints(ModelOptions)["model"]):
         raise InputError(
-            f"{folder} holds no image classifier that can be rebuilt (config.json has model "
-            f"{config.get('model')}): give a run of ddp_launch, ddp_spawn, dp_resnet50, or "
-            "model_parallel_toy --model resnet50; evaluate also takes recipes with an own_model "
-            "(docs/bring-your-own.md)"
+            f"{folder} is a run of {config['recipe']} with model {config.get('model')}, and not of "
+            "an image classifier that can be rebuilt: give a run of ddp_launch, ddp_spawn, "
+            "dp_resnet50, or model_parallel_toy --model resnet50; evaluate also takes fsdp and "
+            "recipes with an own_model (docs/bring-your-own.md), and sample takes fsdp"
         )
     refuse_unfinished(folder)
-    manifest = read_record(folder / "manifest.json", DATA_OF_MANIFEST)
+    manifest = read_record(folder / "manifest.json", data_fingerprint=str, seed=int)
     if config.get("seed") != manifest["seed"]:  # it splits the data
         raise InputError(
             f'{folder}/config.json: "seed" is {config.get("seed")}, but {manifest["seed"]} in '
             "manifest.json: restore the file, or train again"
         )
-    seen = {} if own else read_record(folder / "preprocessing.json", PREPROCESSING)
-    if seen and config.get("image_size") not in (None, seen["crop"]):
+    summary, path = read_summary(folder), folder / "preprocessing.json"
+    if own:
+        return Trained(folder, config, {}, summary, manifest)
+    seen, names = read_record(path, classes=list), folder / "class_indices.json"
+    if preprocessing_sha256(seen) != summary.get("preprocessing_sha256"):
         raise InputError(
-            f'{folder}/config.json: "image_size" is {config["image_size"]}, but "crop" is '
-            f"{seen['crop']} in preprocessing.json: restore the file, or train again"
+            f"{path} is not what the run wrote (preprocessing_sha256 in summary.json): restore it, "
+            f"or run the run's command again with --output-dir {folder}, which writes it again"
         )
-    names = folder / "class_indices.json"
-    if seen and names.exists() and [*read_record(names, {}).values()] != seen["classes"]:
-        raise InputError(
-            f'{folder}/preprocessing.json: "classes" differ from {names}: restore the file, or '
-            "train again"
-        )
-    summary = read_summary(folder)
-    wrote = summary.get("preprocessing_sha256")
-    if seen and wrote and preprocessing_sha256(seen) != wrote:
-        raise InputError(
-            f"{folder}/preprocessing.json is not what the run wrote (preprocessing_sha256 in "
-            f"summary.json): restore it, or run the run's command again with --output-dir {folder},"
-            " which writes it again"
-        )
+    with reading(path):  # a user may rename classes
+        if len(set(seen["classes"])) < len(seen["classes"]):
+            raise ValueError("classes with the same name")
+        if names.exists() and [*read_record(names).values()] != seen["classes"]:
+            raise ValueError(f"other classes than in {names.name}")
     return Trained(folder, config, seen, summary, manifest)
 
 
@@ -152,7 +139,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     refuse_closed("the file", folder / "config.json")
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder} is not the folder of a run: it holds no config.json")
-    return read_record(folder / "config.json", CONFIG)
+    if "recipe" not in read_record(folder / "config.json"):
+        raise InputError(
+            f"{folder} is not the folder of a training: its config.json names no recipe, like "
+            "those of check_network and tune_loader"
+        )
+    return read_record(folder / "config.json", recipe=str)
 
 
 def refuse_unfinished(folder: Path) -> None:

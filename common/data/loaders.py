@@ -101,8 +101,9 @@ def loader_options(num_workers: int, pin_memory: bool) -> dict[str, Any]:
         # Without a generator, each epoch would draw a number from the training's generator.
         "generator": torch.Generator(),
         "worker_init_fn": _start_worker,
-        # In a spawned rank the default would be to spawn, which takes 2 s more. A fork is safe,
-        # because loading processes never use the GPU.
+        # In a spawned rank the default would be to spawn, which takes 2 s more. CUDA has begun in
+        # this rank, so a fork of it cannot use CUDA. Loading processes never do: samples are on the
+        # CPU, and a thread of the rank pins them.
         "multiprocessing_context": "fork" if num_workers else None,
     }
 

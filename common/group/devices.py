@@ -116,7 +116,7 @@ def choose_devices(
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
-    """The backend for `init_process_group`, which always has gloo for tensors on CPUs.
+    """The backend of the process group, gloo or nccl; beside nccl, gloo is for tensors on CPUs.
 
     Raises:
         InputError: nccl without a GPU.
@@ -125,7 +125,7 @@ def choose_backend(backend: str, device: torch.device) -> str:
         if backend == "nccl":
             raise InputError("--backend nccl needs GPUs: on a CPU use --backend gloo")
         return "gloo"
-    return "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
+    return "gloo" if backend == "gloo" else "nccl"
 
 
 def synchronize(*devices: torch.device) -> None:

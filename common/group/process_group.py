@@ -73,7 +73,7 @@ def process_group(
             _in_time.append(partial(connecting, store, ranks, timeout_s, nccl=nccl))
         with _connecting("the process group"):
             dist.init_process_group(
-                name,
+                "cpu:gloo,cuda:nccl" if nccl else name,
                 store=store,
                 rank=ranks.rank,
                 world_size=ranks.world_size,

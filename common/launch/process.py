@@ -169,6 +169,8 @@ def fork_while_threads_sleep() -> None:
     lock as taken if at this moment such a thread becomes known to Python, as gloo's do when they
     drop a collective's tensors.
 
+    A rank forks loading processes only, which never use CUDA: `common.data.loaders`.
+
     Source: CPython's issue 112275, mended in Python 3.11.10 and 3.12.
     """
     if sys.version_info < (3, 11, 10):

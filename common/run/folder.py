@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from common import log, run_status
@@ -19,6 +18,7 @@ from common.data.datasets import Data
 from common.errors import InputError, TrainingError
 from common.git import changes
 from common.group.collectives import agreed, broadcast
+from common.group.devices import choose_backend
 from common.identity import Options, decisive, refuse_another_run, refuse_unlike_rank_0
 from common.kernels import bits_hold_on
 from common.launch.ranks import Ranks
@@ -218,8 +218,7 @@ class Run:
             "keep_snapshots": self.options.snapshots_on_the_way,
             "device": self.devices[0].type,
             "devices_used": list(map(str, self.devices)),  # a resumed run may use others
-            "backend": dist.get_backend(),
-            "resume": f"step {step}" if step else "never",
+            "backend": choose_backend(self.options.backend, self.devices[0]),
         }
         write_json(self.folder / "config.json", {**self._values, **resolved})
         record, then = self.folder / "manifest.json", {}

@@ -111,6 +111,7 @@ class Loop:
             if state.history:
                 run.history.go_on(state.history)
         self._resumed_from = state.step if found else None
+        run.resolve(resume=found["file"] if found else "never")
         run.begin(state, self.data, self.plan.global_batch_size)
         if state.best and run.ranks.is_main:  # the file may be of an epoch that is done again
             save_weights(state.best["weights"], run.folder / "best.pt")

@@ -35,7 +35,7 @@ from common import cli, log
 from common.errors import PeerError, TrainingError
 from common.group.clocks import clock_offset_s
 from common.group.collectives import agreed, broadcast, gather
-from common.group.devices import choose_device, synchronize
+from common.group.devices import choose_backend, choose_device, synchronize
 from common.group.interfaces import interface_towards
 from common.group.process_group import process_group
 from common.launch.process import end_process
@@ -162,7 +162,7 @@ def train(config: Config, ranks: Ranks) -> None:
                     "within_s": bound_s,
                 }
         manifest = describe_run([device], 0, "none")
-        backend = dist.get_backend()
+        backend = choose_backend(options.backend, device)
     found = {
         "met_after_s": met_s,
         "backend": backend,
@@ -171,7 +171,8 @@ def train(config: Config, ranks: Ranks) -> None:
         "links_of_rank_0": links,
     }
     if folder:
-        write_json(folder / "config.json", flatten(config))
+        chosen = {"output_dir": str(folder), "device": device.type, "backend": backend}
+        write_json(folder / "config.json", {**flatten(config), **chosen})
         write_json(folder / "manifest.json", manifest)
         write_json(folder / "network.json", found)
         log.info(report(found))

@@ -70,7 +70,8 @@ def choose_segments(
         return int(read_json(remembered, "segments")["segments"])
     log.info("measuring segments ...")
     measure = partial(step_cost, sequence, network, run, batch_size, device)
-    how = "fork" if device.type == "cpu" else "spawn"  # CUDA cannot be used after a fork
+    # CUDA cannot be used after a fork. `search`, which forks, is in a new process without CUDA.
+    how = "fork" if device.type == "cpu" else "spawn"
     measure = partial(in_new_process, how, measure)
     found = in_new_process("spawn", search, sequence.length, budget, measure)
     if not found:

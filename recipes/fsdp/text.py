@@ -93,19 +93,24 @@ class Text:
 
 
 def load_text(options: TextOptions, seed: int) -> Text:
-    """Read and split the text; every rank calls it.
+    """`read_text` on every rank; an error on one rank is raised on all. A collective."""
+    with agreed():
+        return read_text(options, seed)
+
+
+def read_text(options: TextOptions, seed: int) -> Text:
+    """Read and split the text.
 
     Raises:
         InputError: no text, a file that is not UTF-8, or less than some windows of text.
     """
-    with agreed():
-        encoded = b"\n".join(map(_read, _files(options))) if options.data_path else _pydoc()
-        cut = len(encoded) * 9 // 10
-        if min(cut, len(encoded) - cut) < options.context + 2:
-            raise InputError(
-                f"the text has {len(encoded):,} bytes: give at least {10 * options.context + 30:,} "
-                f"for --context {options.context}, of which a tenth is held out"
-            )
+    encoded = b"\n".join(map(_read, _files(options))) if options.data_path else _pydoc()
+    cut = len(encoded) * 9 // 10
+    if min(cut, len(encoded) - cut) < options.context + 2:
+        raise InputError(
+            f"the text has {len(encoded):,} bytes: give at least {10 * options.context + 30:,} "
+            f"for --context {options.context}, of which a tenth is held out"
+        )
     fingerprint = hashlib.sha256(encoded).hexdigest()
     log.info(f"{options.data}: {len(encoded):,} bytes, SHA-256 {fingerprint[:16]}...")
     text = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)

@@ -41,6 +41,7 @@ from common.launch.ranks import Ranks
 from common.option_rules import may_change, refuse_below
 from common.run import Loop, Run, RunOptions, announce, make_loaders, make_plan, set_up
 from common.training import Default, ScheduleOptions, evaluate, set_lr
+from recipes.fsdp.evaluated import own_data, own_model  # noqa: F401  `evaluate` looks for them
 from recipes.fsdp.memory import table
 from recipes.fsdp.model import Transformer, TransformerOptions
 from recipes.fsdp.parallel import (

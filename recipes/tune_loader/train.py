@@ -169,7 +169,8 @@ def train(config: Config, ranks: Ranks) -> None:
     device = choose_device(options.device, ranks)
     log.info(f"{NAME}: batches go to device {device_in_words(options.device, device)}")
     folder = result_folder(options.output_dir, NAME, "loader")
-    write_json(folder / "config.json", flatten(config))
+    chosen = {"output_dir": str(folder), "device": device.type}
+    write_json(folder / "config.json", {**flatten(config), **chosen})
     torch.set_num_threads(1)
     with process_group(ranks, device, "auto", 600):
         found, fingerprint = measure_settings(config, device)

@@ -125,6 +125,20 @@ def call_main(_ranks: Ranks, name: str, arguments: list[str]) -> tuple[int, str,
     return status, told.getvalue(), said.getvalue()
 
 
+def call_tool(ranks: Ranks, name: str, arguments: list[str]) -> tuple[int, str, str]:
+    """A command of `tools` in a warm process, as `call_main`."""
+    tool, told, said = import_module(name), io.StringIO(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(told),
+        contextlib.redirect_stderr(said),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        if hasattr(tool, "resolve"):
+            patch.setattr(tool, "resolve", lambda: ranks)
+        status = tool.main(arguments)
+    return status, told.getvalue(), said.getvalue()
+
+
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     choose_kernels(portable=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from common.run.folder import preprocessing_sha256
 from common.run.options import flatten
 from common.weights import save_weights, weights_sha256
 from tests.helpers.pool import Pool, call_main
@@ -70,23 +71,19 @@ def a_run(folder: Path, recipe: str, config: Any, model: torch.nn.Module) -> Pat
     """The folder of a finished run, as far as the commands read it."""
     save_weights(model.state_dict(), folder / "model.pt")
     sha = weights_sha256(model.state_dict())
+    seen = {"channels": 1, "resize": [8, 8], "crop": 8, "mean": [0.3], "std": [0.4]}
     contents: dict[str, dict[Any, Any]] = {
         "config": {"recipe": recipe, **flatten(config), "norm": "group", "stem": "small"},
-        "preprocessing": {
-            "channels": 1,
-            "resize": [8, 8],
-            "crop": 8,
-            "mean": [0.3],
-            "std": [0.4],
-            "classes": list("abcdefghij"),
-        },
+        "preprocessing": {**seen, "classes": list("abcdefghij")},
         "class_indices": dict(enumerate("abcdefghij")),
         "summary": {
             "recipe": recipe,
             "val_loss": 1.0,
             "val_correct": 2,
+            "steps": 1,
             "best": {"weights_sha256": sha},
             "weights_sha256": sha,
+            "preprocessing_sha256": preprocessing_sha256(seen),
         },
         "manifest": {
             "command": f"python -m recipes {recipe} --lr 0.1",
@@ -95,6 +92,7 @@ def a_run(folder: Path, recipe: str, config: Any, model: torch.nn.Module) -> Pat
             "world_size": 1,
             "seed": 0,
             "determinism": {"cpu_threads": 1},
+            "fingerprint": {"sum": "0"},
             "data_fingerprint": "0" * 64,
             "before": [{"until_step": 3}],
         },

@@ -1,7 +1,5 @@
 """Laws of fsdp: every mesh trains like one plain process, and resumes from every other mesh."""
 
-import contextlib
-import io
 import json
 import logging
 import multiprocessing
@@ -11,7 +9,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from importlib import import_module
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
@@ -39,7 +36,7 @@ from recipes.fsdp import memory, parallel, text
 from recipes.fsdp.model import Transformer, TransformerOptions
 from recipes.fsdp.train import Config, train
 from tests.helpers.commands import ROOT, Recipe, Result, wait_for
-from tests.helpers.pool import PATIENCE_S, Pool, call_main, in_group
+from tests.helpers.pool import PATIENCE_S, Pool, call_main, call_tool, in_group
 from tests.helpers.run_folders import assert_record
 from tests.helpers.training import assert_refused
 
@@ -269,6 +266,22 @@ def test_interrupted_in_mid_epoch_and_resumed_is_uninterrupted(
     files = sorted(path.name for path in (tmp_path / "cut" / "snapshots").iterdir())
     world = sizes[1] * sizes[2]
     assert len(files) == 2 * (1 + world), "old shards go with their snapshot"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_finished_run_is_evaluated_to_the_bit(
+    pool: Pool, tmp_path: Path, book: Path, precision: str
+) -> None:
+    options = {"run": {"precision": precision}, "optimizer": {"max_steps": 3}}
+    run = fsdp(pool, tmp_path / "run", book, (1, 2, 1), **options)
+    words = [str(run.folder), "--json", "--num-workers", "0"]
+    for world_size in (1, 3):
+        status, printed, said = pool.run(call_tool, world_size, "tools.evaluate", words)[0]
+        assert status == 0, said
+        found = json.loads(printed.splitlines()[-1])
+        assert found.pop("held_out")
+        assert found == {name: run.summary[name] for name in found}
+        assert {"val_loss", "val_bits_per_character", "weights_sha256"} <= found.keys()
 
 
 @pytest.fixture(scope="module")
@@ -674,13 +687,6 @@ def command(pool: Pool, module: str, *arguments: str | Path) -> tuple[int, str, 
     return answer  # type: ignore[no-any-return]
 
 
-def call_tool(_ranks: Ranks, module: str, arguments: list[str]) -> tuple[int, str, str]:
-    said, told = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(told):
-        status = import_module(module).main(arguments)
-    return status, told.getvalue(), said.getvalue()
-
-
 def test_a_dry_run_starts_nothing_and_counts_larger_meshes(pool: Pool, tmp_path: Path) -> None:
     ((status, told, _),) = pool.run(
         call_main, 1, "fsdp", ["--dry-run", "--nproc", "4", "--output-dir", str(tmp_path / "run")]
@@ -736,7 +742,7 @@ def test_sample_refuses_what_is_no_finished_run_of_fsdp(pool: Pool, tmp_path: Pa
         ("none", "", "is not the folder of a run: it holds no config.json"),
         ("config.json", '{"recipe": "x"}', "is a run of x: only models of fsdp write text"),
         ("config.json", config, "has not finished: run its command again"),
-        ("summary.json", "{}", 'summary.json: "recipe" must be a text, but is missing'),
+        ("summary.json", "{}", "summary.json is damaged (no 'recipe')"),
         ("summary.json", hash_, "model.pt is missing: restore it"),
         ("model.pt", "torn", "model.pt is not what the run wrote"),
     ):

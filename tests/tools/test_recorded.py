@@ -1,210 +1,227 @@
-"""What is read back of a run: each damaged entry is named, and none changes a result in silence."""
+"""What is read back of a run: every run made on a GPU, and no damaged file without its name."""
 
 import itertools
 import json
+import logging
+import os
 import re
-from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_type_hints
+from unittest import mock
 
 import pytest
 import torch
+from PIL import Image
 
-from common.data.datasets import DataOptions
 from common.errors import InputError
+from common.launch.ranks import Ranks
 from common.manifest import continued
+from common.parse import parse
+from common.run.begin import announce
+from common.run.folder import Run
 from common.run.options import RunOptions
 from common.training.models import ModelOptions, build_model
-from common.weights import weights_sha256
+from recipes.__main__ import recipes
 from recipes.ddp_launch.train import Config
-from recipes.fsdp.model import Transformer, TransformerOptions
-from recipes.fsdp.text import VOCABULARY
-from recipes.fsdp.train import Config as TextConfig
-from tests.helpers.run_folders import a_run
-from tools import reproduce, sample, trained
+from tests.helpers.commands import ROOT
+from tests.helpers.images import flowers
+from tests.helpers.pool import Pool, call_main, call_tool, in_group
+from tests.helpers.run_folders import a_run, summary
+from tools import evaluate, predict, reproduce, runs, trained
+from tools.recorded import options_of, read_record
 
-GONE = object()
-WRONG = [GONE, None, "x", [0.0], -1, float("nan"), 10**400, [2**63]]
-"""Instead of each entry. Some are right for some entries."""
-
-ALL = ["config.json", "summary.json", "manifest.json"]
-CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return a_run(tmp_path, "ddp_launch", Config(), build_model(ModelOptions(), 1, 10, 8))
+H200 = ROOT / "tests" / "data" / "h200"
+"""Records of runs on a GPU (README.txt there)."""
+FOLDERS = [path.parent for path in sorted(H200.glob("*/summary.json"))]
+CLASSIFIERS = ["compile", "cpu", "ddp_spawn", "dp_resnet50", "fp16", "photos", "photosf", "stop"]
+ALIKE = ("cpu", "photos", "stop")
+"""Each is like another one, apart from its precision or device."""
 
 
-@pytest.fixture
-def text_run(tmp_path: Path) -> Path:
-    model = Transformer(TransformerOptions(), VOCABULARY)
-    return a_run(tmp_path, "fsdp", TextConfig(), model)
+def assert_options_accept(folder: Path) -> None:
+    """Each value is one that the recipe's own parser of options accepts, and means the same."""
+    config = read_record(folder / "config.json")
+    kinds = get_type_hints(import_module(f"recipes.{config['recipe']}.train").Config).values()
+    for kind in kinds:
+        for name, value in asdict(options_of(folder, config, kind)).items():
+            assert json.dumps(value, default=str) == json.dumps(config[name]), name
 
 
-def altered(folder: Path, names: list[str]) -> Iterator[tuple[str, str, Any]]:
-    """Each file name and key, while the file holds a wrong value for that key."""
-    for name in names:
-        intact = (folder / name).read_text()
-        for key, value in itertools.product(json.loads(intact), WRONG):
-            content = {**json.loads(intact), key: value}
-            if value is GONE:
-                del content[key]
-            (folder / name).write_text(json.dumps(content))
-            yield name, key, value
-        (folder / name).write_text(intact)
+GIVEN = {
+    "dp_resnet50": ["--device-ids", "0", "1"],
+    "dp_scratch": ["--devices", "cuda:1", "cuda:0"],
+    "model_parallel_toy": ["--devices", "cuda:0", "cuda:1"],
+}
 
 
-def read_image_run(folder: Path) -> Any:
-    """All that predict and evaluate read of a run's folder."""
-    run = trained.read(folder)
-    model, dtype = run.model(None, CPU)
-    decide = ("seed", "precision", "deterministic", "tf32", "cpu_threads")
-    options = run.options(RunOptions, cpu_threads=1), run.options(DataOptions)
-    seen = {key: run.preprocessing[key] for key in ("resize", "crop", "mean", "std")}
-    numbers = [getattr(options[0], name) for name in decide]
-    return weights_sha256(model.state_dict()), dtype, seen, run.classes, numbers, options[1].data
+def records_of_a_gpu(ranks: Ranks, folder: Path) -> list[Path]:
+    """The folders of runs of all recipes, as far as each records its options on two GPUs."""
+    found = []
+    for name in recipes():
+        train = import_module(f"recipes.{name}.train")
+        if "run" not in get_type_hints(train.Config):
+            continue
+        words = ["--device", "cuda", "--output-dir", str(folder / name), *GIVEN.get(name, ())]
+        run = Run(name, parse(name, train.Config, words)[1], ranks, torch.device("cpu"))
+        run.devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+        run._write_record({"changed_files": []}, 0, 96)
+        found.append(run.folder)
+    return found
 
 
-def read_text_run(folder: Path) -> Any:
-    """All that sample reads of a run's folder."""
-    model, context = sample.load(folder)
-    return weights_sha256(model.state_dict()), context
+def test_all_values_that_a_gpu_records_are_values_of_the_options(
+    pool: Pool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (found,) = pool.run(in_group, 1, records_of_a_gpu, tmp_path)
+    assert len(found) == 7
+    for folder in (*found, *FOLDERS):
+        assert_options_accept(folder)
+    for folder in found:
+        assert json.loads((folder / "config.json").read_text())["backend"] == "nccl"
+    with caplog.at_level(logging.INFO, "recipes"):
+        announce("x", RunOptions(), Ranks(), torch.device("cuda"))
+    assert "device cuda, backend nccl, fp32" in caplog.text
 
 
-def read_again(folder: Path) -> Any:
-    """All that reproduce reads of a run's folder."""
-    one = reproduce.read(folder)
-    reproduce.environment(one.manifest)
-    words = reproduce.command_again(one, "ranks", None, Path("new"))
-    return words, one.losses, one.summary["weights_sha256"]
+def weights_for(run: Path, folder: Path) -> Path:
+    """Weights that fit a recorded image classifier."""
+    config, seen = read_record(run / "config.json"), read_record(run / "preprocessing.json")
+    options = options_of(run, config, ModelOptions, weights=None)
+    model = build_model(options, seen["channels"], len(seen["classes"]), seen["crop"])
+    torch.save(model.state_dict(), folder / "other.pt")
+    return folder / "other.pt"
 
 
 @pytest.mark.parametrize(
-    ("kind", "read", "names"),
-    [
-        ("run", read_image_run, ["preprocessing.json", *ALL]),
-        ("text_run", read_text_run, ["config.json", "summary.json"]),
-        ("run", read_again, ["summary.json", "manifest.json"]),
-    ],
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in ALIKE else n for n in CLASSIFIERS],
 )
-def test_an_entry_that_is_gone_or_wrong_is_named(
-    request: pytest.FixtureRequest, kind: str, read: Callable[[Path], Any], names: list[str]
+def test_a_classifier_of_a_gpu_predicts_and_is_evaluated_on_a_cpu(
+    pool: Pool, tmp_path: Path, name: str
 ) -> None:
-    """With an entry that is gone, the command ends, or has the result of the intact run."""
-    folder: Path = request.getfixturevalue(kind)
-    intact, refused = read(folder), 0
-    for name, key, value in altered(folder, names):
-        try:
-            found = read(folder)
-        except InputError as error:
-            refused, said = refused + 1, str(error)
-            # Another recipe or command is not damaged. A range is named as on the command line.
-            other = key in ("recipe", "command") and re.search(
-                "is a run of x|cannot be repeated", said
-            )
-            option = f"--{key.replace('_', '-')}"
-            keys = (f'"{key}"', option, f"has {key} ", f"{key} in {name}", f"{key} in")
-            named = name in said and any(word in said for word in keys)
-            assert named or other, (name, key, value, said)
+    run = H200 / name
+    photos = flowers(tmp_path / "photos", 2, ("class0", "class1"))
+    grey = read_record(run / "preprocessing.json")["channels"] == 1
+    for path in photos.rglob("*.jpg") if grey else ():
+        Image.open(path).convert("L").save(path)
+    weights = ["--weights", str(weights_for(run, tmp_path))]
+    own = read_record(run / "config.json")["data_path"] is None
+    data = [] if own else ["--data-path", str(photos)]
+    samples = str(summary(run)["val_total"] if own else 4)
+    for tool, words, holds in ((predict, [str(photos)], "class"), (evaluate, data, samples)):
+        ((status, _, said),) = pool.run(call_tool, 1, tool.__name__, [str(run), *words])
+        assert (status, f"{run}/model.pt is missing: restore it" in said) == (2, True), said
+        words = [str(run), *words, *weights]
+        ((status, printed, said),) = pool.run(call_tool, 1, tool.__name__, words)
+        assert (status, holds in printed) == (0, True), said
+
+
+def test_a_run_of_another_kind_is_not_called_damaged(
+    pool: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rest = [run for run in sorted(H200.iterdir()) if run.is_dir() and run.name not in CLASSIFIERS]
+    assert len(rest) == 7
+    for run, tool in itertools.product(rest, (predict, evaluate)):
+        words = [str(run), *(["x.png"] if tool is predict else [])]
+        if known := tool is evaluate and run.name.startswith("fsdp"):
+            ((status, _, said),) = pool.run(call_tool, 1, tool.__name__, words)
         else:
-            assert value is not GONE or found == intact, (name, key)
-    assert refused > 40
+            status, said = tool.main(words), capsys.readouterr().err
+        assert status == 2
+        # pydoc's text is that of the Python.
+        other = "are not those that|is missing" if known else "is a run of|is not the folder of a t"
+        assert re.search(other, said), said
+        assert "damaged" not in said
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "value", "says"),
-    [
-        ("config.json", "image_size", 900, 'config.json: "image_size" is 900, but "crop" is 8 in'),
-        ("config.json", "seed", 7, 'config.json: "seed" is 7, but 0 in manifest.json'),
-        ("preprocessing.json", "classes", None, '"classes" differ from .*class_indices.json'),
-    ],
-)
-def test_two_files_that_contradict_each_other_are_named(
-    run: Path, name: str, key: str, value: Any, says: str
+def test_a_run_of_a_gpu_is_listed_compared_and_made_again_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """`reproduce` up to the training; it starts no process by a fork, which cannot use CUDA."""
+    assert runs.main([str(H200)]) == 0
+    listed = capsys.readouterr().out
+    assert all(re.search(rf"{run} +2026-11-27 ", listed) for run in FOLDERS)
+    assert listed.count("  finished  ") == len(FOLDERS) == 13
+    begin = mock.Mock(return_value=SimpleNamespace(returncode=1))
+    monkeypatch.setattr(reproduce, "subprocess", SimpleNamespace(run=begin))
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("a fork, though CUDA may have begun"))
+    foreseen = reproduce.forecast
+    for run in FOLDERS:
+        assert reproduce.main([str(run), "--output-dir", str(tmp_path / run.name)]) == 1
+        assert "other bits than the record's (" in capsys.readouterr().out or run.name == "cpu"
+        name, *words = begin.call_args[0][0][4:]
+        parse(name, import_module(f"recipes.{name}.train").Config, words)
+        monkeypatch.setattr(reproduce, "forecast", lambda one: "other bits than the record's (")
+    monkeypatch.setattr(reproduce, "forecast", foreseen)
+    assert reproduce.main([str(run), "--against", str(run), "--output-dir", str(tmp_path)]) == 0
+
+
+def test_a_run_of_a_gpu_goes_on_on_a_cpu(pool: Pool, tmp_path: Path) -> None:
+    words = ["--nproc", "1", "--output-dir", str(tmp_path), "--max-steps"]
+    assert pool.run(call_main, 1, "ddp_launch", [*words, "2"])[0][0] == 0
+    config = json.loads((tmp_path / "config.json").read_text())
+    gpu = json.loads((H200 / "ddp_spawn" / "config.json").read_text())
+    config |= {key: gpu[key] for key in ("device", "backend", "devices_used")}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ((status, _, said),) = pool.run(call_main, 1, "ddp_launch", [*words, "4"])
+    assert (status, summary(tmp_path)["resumed_from"]) == (0, 2), said
+    assert_options_accept(tmp_path)
+    (snapshot,) = (tmp_path / "snapshots").glob("step_00000002*")
+    assert read_record(tmp_path / "config.json")["resume"] == str(snapshot)
+
+
+GONE: Any = object()
+DAMAGED: dict[str, dict[str, list[Any]]] = {
+    "config.json": {
+        "seed": [GONE, None, "x", [0.0], -1, 10**400, 7],
+        "precision": [GONE, "fp8", True],
+        "recipe": [GONE, None, [1]],
+        "cpu_threads": [2**63],
+    },
+    "preprocessing.json": {"mean": [[0.2]], "crop": [GONE], "classes": [None, ["a"]]},
+    "summary.json": {
+        "weights_sha256": [GONE, 1],
+        "val_top5": ["x", [1], None, float("nan"), 10**400],
+        "best": ["x", {}, [1], None],
+        "preprocessing_sha256": [GONE],
+        "steps": ["x"],
+    },
+    "manifest.json": {
+        "command": [GONE, 1, "python 'x"],
+        "data_fingerprint": [GONE, []],
+        **{name: [GONE] for name in ("seed", "world_size", "determinism", "gpus", "fingerprint")},
+    },
+    "metrics.jsonl": {"step": [GONE, "x"], "loss": [[1], 10**400]},
+}
+"""Files of a run, each with keys and values that damage it."""
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_of_a_run_ends_in_one_line_that_names_it(tmp_path: Path, name: str) -> None:
+    run = a_run(tmp_path, "ddp_launch", Config(), build_model(ModelOptions(), 1, 10, 8))
+
+    def read_all() -> None:
+        found = trained.read(run)
+        found.model(None, torch.device("cpu"))
+        found.options(RunOptions)
+        reproduce.command_again(reproduce.read(run), "ranks", None, Path("new"))
+
+    read_all()
     intact = (run / name).read_text()
-    content = json.loads(intact)
-    content[key] = value if value is not None else content[key][::-1]
-    (run / name).write_text(json.dumps(content))
-    try:
-        with pytest.raises(InputError, match=says):
-            trained.read(run)
-    finally:
-        (run / name).write_text(intact)
-
-
-@pytest.mark.parametrize(
-    ("name", "key", "value", "says"),
-    [
-        ("summary.json", "val_loss", 10**400, "must be a number, but is 1000"),
-        ("preprocessing.json", "mean", [2**63], "must be one number from -1,000 to 1,000 per"),
-        ("preprocessing.json", "mean", [10**400], "must be one number from -1,000 to 1,000 per"),
-        ("preprocessing.json", "std", [1e-320], "must be one number from 0.000001 to 1,000 per"),
-        ("preprocessing.json", "std", [1e300], "must be one number from 0.000001 to 1,000 per"),
-        ("preprocessing.json", "crop", 1_000_000, "must be a whole number from 1 to 10,000, but"),
-        (
-            "preprocessing.json",
-            "resize",
-            [8, 100_000],
-            "must be one or two whole numbers from 1 to",
-        ),
-        ("preprocessing.json", "resize", [2**63, 8], "must be one or two whole numbers from 1 to"),
-        ("config.json", "image_size", 1_000_000, "must be a whole number from 1 to 10,000 or null"),
-        ("config.json", "cpu_threads", 2**63, "must be a whole number, but is 9223372"),
-    ],
-)
-def test_a_number_that_is_too_large_or_too_small_is_named(
-    run: Path, name: str, key: str, value: Any, says: str
-) -> None:
-    content = json.loads((run / name).read_text())
-    (run / name).write_text(json.dumps({**content, key: value}))
-    with pytest.raises(InputError, match=f'{name}: "{key}" {says}'):
-        trained.read(run).options(RunOptions)
-
-
-@pytest.mark.parametrize("value", ["x", [1], True, None])
-def test_every_metric_of_the_summary_is_a_number(run: Path, value: Any) -> None:
-    content = json.loads((run / "summary.json").read_text())
-    (run / "summary.json").write_text(json.dumps({**content, "val_top5": value}))
-    readers: list[Callable[[Path], Any]] = [trained.read, reproduce.read]
-    for read in readers:
-        with pytest.raises(InputError, match=r'summary\.json: "val_top5" must be a number, but is'):
-            read(run)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", "[" * 100_000, "\xff"])
-def test_a_damaged_file_is_named(run: Path, content: str) -> None:
-    for name in ("preprocessing.json", *ALL):
-        intact = (run / name).read_bytes()
-        (run / name).write_bytes(content.encode("latin-1"))
-        readers: list[Callable[[Path], Any]] = [trained.read, reproduce.read]
-        for read in readers[: 1 if name == "preprocessing.json" else 2]:
-            with pytest.raises(InputError, match=rf"{name} is damaged .*: restore it, or train"):
-                read(run)
-        (run / name).write_bytes(intact)
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ('{"epoch": 0}', r'metrics\.jsonl line 1: "step" must be .*, but is missing'),
-        ('{"step": 1, "loss": "x"}', r'metrics\.jsonl line 1: "loss" must be a number, but is "x"'),
-        ("[]", r"metrics\.jsonl line 1 is damaged"),
-        ("{", r"metrics\.jsonl is damaged"),
-    ],
-)
-def test_a_damaged_line_of_the_metrics_is_named(run: Path, line: str, says: str) -> None:
-    (run / "metrics.jsonl").write_text(line)
-    with pytest.raises(InputError, match=says):
-        reproduce.read(run)
-
-
-def test_a_command_with_an_open_quote_is_named(run: Path) -> None:
-    content = json.loads((run / "manifest.json").read_text())
-    (run / "manifest.json").write_text(json.dumps({**content, "command": "python 'x"}))
-    with pytest.raises(InputError, match=r'manifest\.json: "command" is no command \(No closing'):
-        read_again(run)
+    damages = [(key, value) for key, values in DAMAGED[name].items() for value in values]
+    damages += [("", text) for text in ("{", "[" * 100_000, "\xff")]
+    damages += [("", "[]")] if name.endswith(".json") else []
+    for key, value in damages:
+        content = {**json.loads(intact), key: value}
+        if value is GONE:
+            del content[key]
+        damaged = json.dumps(content) if key else value
+        (run / name).write_bytes(damaged.encode("latin-1"))
+        with pytest.raises(InputError, match=rf"\A.*{run}.*{name}.*\Z"):
+            read_all()
 
 
 def test_data_whose_bytes_an_older_start_did_not_record_are_not_called_others() -> None:

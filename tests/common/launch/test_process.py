@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import re
 import subprocess
 import sys
 import threading
@@ -68,3 +69,16 @@ def test_ranks_of_old_pythons_fork_so(version: str, *, waits: bool) -> None:
         command, cwd=ROOT, env=clean_env(), check=True, text=True, stdout=subprocess.PIPE
     )
     assert done.stdout == "waits\n" * waits
+
+
+def test_nothing_forks_once_cuda_may_have_begun() -> None:
+    """A fork could not use it. Each place that forks says why its child has no need to."""
+    spawned = r'(?!1, get_context\("spawn"\))'
+    forks = re.compile(rf'"fork"|os\.fork\(|ProcessPoolExecutor\({spawned}|multiprocessing\.P')
+    rooms = ("common", "tools", "recipes", "benchmarks")
+    files = [file for room in rooms for file in (ROOT / room).rglob("*.py")]
+    assert {str(f.relative_to(ROOT)) for f in files if forks.search(f.read_text())} == {
+        "common/data/loaders.py",  # the children load samples, which are on the CPU
+        "recipes/checkpoint_rnn/plan.py",  # in a new process, to train on a CPU
+        "tools/doctor.py",  # before anything of CUDA
+    }, "use spawn"
