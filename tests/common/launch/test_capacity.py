@@ -44,12 +44,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
 @pytest.mark.parametrize(
     ("name", "limit", "fit", "says"),
     [
-        (
-            "proc/none",
-            "",
-            9,
-            "2016 MiB of memory are free, and each process needs at least 224 MiB",
-        ),
+        ("proc/none", "", 9, "MiB of memory are free, and each process needs at least"),
         ("cgroup/job/step/memory.max", "max", 9, "memory are free"),
         ("cgroup/pids/job/pids.max", f"{tasks(5)}", 5, "allows 42 processes and threads"),
         ("cgroup/job/pids.max", f"{tasks(4) + 1}", 4, "each process needs at least 8"),
