@@ -249,11 +249,7 @@ def test_an_option_is_refused_in_plain_letters_on_a_terminal(recipe: Recipe) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "closed"),
-    [
-        ("ddp_launch", "<&- >&- 2>&-"),
-        ("dp_scratch --no-lesson", ">&- 2>&-"),
-    ],
+    ("name", "closed"), [("ddp_launch", "<&- >&- 2>&-"), ("dp_scratch --no-lesson", ">&- 2>&-")]
 )
 def test_a_run_needs_no_standard_streams(recipe: Recipe, name: str, closed: str) -> None:
     """As a daemon has none: no file or socket of the run may take their numbers."""

@@ -578,8 +578,7 @@ def test_the_network(
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [row("altered", in_ci=True), row("cut short"), row("of a newer version", in_ci=True)],
+    "damage", [row("altered", in_ci=True), row("cut short"), row("of a newer version", in_ci=True)]
 )
 def test_a_snapshot(
     scene: Scene, begun: Path, wholes: dict[str, Result], rows: list[dict[str, Any]], damage: str
@@ -775,10 +774,7 @@ def test_a_data_file_that_vanishes(scene: Scene, rows: list[dict[str, Any]], wor
 IMAGE = "a bit of an image flips"
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [row(fault, in_ci=fault == IMAGE) for fault in (*DAMAGES, IMAGE)],
-)
+@pytest.mark.parametrize("fault", [row(fault, in_ci=fault == IMAGE) for fault in (*DAMAGES, IMAGE)])
 def test_packed_images(scene: Scene, rows: list[dict[str, Any]], fault: str) -> None:
     """CI causes the others without a run (tests/common/data/test_packed.py)."""
     folder = scene.recipe.tmp_path

@@ -144,7 +144,7 @@ def text(result: dict[str, Any]) -> str:
         low, high = ratio["interval_95"]
         lines.append(
             f"- {way}: steps take {ratio['median']:.4f} times as long (95 % interval "
-            f"{low:.4f} to {high:.4f}).",
+            f"{low:.4f} to {high:.4f})."
         )
     of_100 = seconds["comparison"] / 100 / seconds["resnet18 step"]
     lines += [

@@ -571,8 +571,15 @@ def test_an_altered_summary_is_not_shown(pool: Pool, finished: Path, tmp_path: P
     assert "summary.json is not what the run wrote (val_accuracy is 0.999, but " in said
 
 
-@pytest.mark.parametrize("content", [b"", b"\0\xff{", b"[1]", b"[" * 100_000])
-@pytest.mark.parametrize("name", ["config.json", "summary.json", "manifest.json"])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b""),
+        ("config.json", b"[" * 100_000),
+        ("summary.json", b"\0\xff{"),
+        ("manifest.json", b"[1]"),
+    ],
+)
 def test_a_damaged_record_is_named(
     pool: Pool, finished: Path, tmp_path: Path, name: str, content: bytes
 ) -> None:
