@@ -100,7 +100,7 @@ def test_the_best_kernels_of_two_cpus_differ_and_a_run_that_changes_over_says_so
     changed = recipe(*options, "--max-steps", "3", folder="changed", env=haswell).assert_ok()
     assert changed.sha != best.sha
     assert re.search(
-        r"operations give other bits than before step 1 \(.*matrix product.*\): the weights will",
+        r"operations give other bits than before step 1 \(.*convolution.*\): the weights will",
         changed.stdout + changed.stderr,
     )
     assert best.summary["bits_hold_on"] == "this kind of CPU (AVX512)"
