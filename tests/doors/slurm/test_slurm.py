@@ -691,13 +691,6 @@ def test_a_shell_that_srun_opens_is_no_rank(submit: Submitter) -> None:
     assert "world_size 2 (launcher: recipes)" in said[1]
 
 
-def test_two_steps_side_by_side_share_no_port(submit: Submitter) -> None:
-    command = f"{sys.executable} -m recipes ddp_launch {' '.join(FOR_EVER)} --output-dir"
-    step = f"srun --exact --ntasks=2 {command}"
-    job = submit(submit.script(f"{step} a & {step} b & wait"), sbatch=("--ntasks=4", "--nodes=1"))
-    go_on_together(submit, [job], [submit.folder / name for name in "ab"])
-
-
 def probes(text: str) -> list[list[Any]]:
     lines = [line for line in text.splitlines() if line.startswith('["probe"')]
     return sorted(json.loads(line)[1:] for line in lines)
