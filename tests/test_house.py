@@ -159,12 +159,11 @@ def test_the_first_screen_shows_the_recorded_run() -> None:
         assert line in printed, line
 
 
-def test_the_first_page_lists_every_recipe_and_is_short() -> None:
+def test_the_first_page_lists_every_recipe() -> None:
     readme = (ROOT / "README.md").read_text()
     for path in (ROOT / "recipes").glob("*/train.py"):
         assert f"`{path.parent.name}`" in readme
         assert (path.parent / "README.md").exists()
-    assert len(readme.splitlines()) <= 150, "it sells and starts; docs/ has the rest"
 
 
 def test_the_faults_table_is_what_was_seen() -> None:

@@ -40,10 +40,10 @@ def on_both(
 
 @pytest.mark.slow
 def test_by_hand_and_by_torchrun(recipe: Recipe, hosts: list[list[str]]) -> None:
-    alone = recipe("ddp_launch", "--nproc", "2", *OPTIONS, folder="alone").assert_ok()
+    """By hand, the weights are those of one host (tests/faults/test_matrix.py)."""
     first, second = on_both(recipe, hosts)
     second.assert_ok()
-    assert first.assert_ok().sha == alone.sha
+    by_hand = first.assert_ok().sha
     assert "world_size 2" in first.stdout
     assert second.stdout == "", "only rank 0 talks"
     processes = [
@@ -62,7 +62,7 @@ def test_by_hand_and_by_torchrun(recipe: Recipe, hosts: list[list[str]]) -> None
     ]
     for process in processes:
         result = recipe.finish(process, recipe.tmp_path / "torchrun").assert_ok()
-    assert result.sha == alone.sha
+    assert result.sha == by_hand
 
 
 @pytest.mark.slow

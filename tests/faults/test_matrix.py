@@ -248,15 +248,34 @@ def assert_intact(folder: Path) -> int:
     return int(snapshot_files.read(newest)["step"])
 
 
-def row(fault: str, name: str, *, in_ci: bool) -> Any:
-    """A fault in a recipe, in CI or only by `make test SUITE=faults`."""
-    return pytest.param(fault, name, marks=() if in_ci else pytest.mark.all_faults)
+def row(*case: str, in_ci: bool = False) -> Any:
+    """A fault (in a recipe), in CI or only by `make test SUITE=faults`."""
+    return pytest.param(*case, marks=() if in_ci else pytest.mark.all_faults)
+
+
+IN_CI = {*FAULTS} - {
+    "exits",  # as if it were finished
+    "exits as if it were asked to stop",
+    "hangs in data loading",  # as it sleeps for ever
+    "flips a bit of a momentum (rank 1)",
+    *(fault for fault in FAULTS if "(rank 0)" in fault),
+    "SIGHUP (ssh is lost)",
+}
+GO_ON = (
+    "is killed",
+    "sleeps for ever",
+    "sees",
+    "Ctrl-C",
+    "SIGTERM twice",
+    "the launcher is killed",
+)
+"""One fault of each end: its run goes on to the bits of the whole one."""
 
 
 @pytest.mark.parametrize(
     ("fault", "name"),
-    [  # CI runs each fault in one recipe, and flips the bits of rank 1
-        row(fault, name, in_ci=name == names[number % len(names)] and "(rank 0)" not in fault)
+    [  # CI runs each of its faults in one recipe
+        row(fault, name, in_ci=name == names[number % len(names)] and fault in IN_CI)
         for number, fault in enumerate(FAULTS)
         for names in [FAULTS[fault].recipes]
         for name in names
@@ -301,10 +320,11 @@ def test_a_rank(
     wait_for(lambda: not left & shared_memory())  # another program's go at its end, a leak stays
     step = assert_intact(scene.folder)
 
-    command = scene.recipe.command(name, *options)
-    again = scene.recipe.finish(scene.recipe.start(*command), scene.folder).assert_ok()
-    assert again.sha == wholes[name].sha
-    assert again.losses == wholes[name].losses, "every step once"
+    if fault.startswith(GO_ON):
+        command = scene.recipe.command(name, *options)
+        again = scene.recipe.finish(scene.recipe.start(*command), scene.folder).assert_ok()
+        assert again.sha == wholes[name].sha
+        assert again.losses == wholes[name].losses, "every step once"
     rows.append(
         {
             "fault": f"a rank {fault}" if expected.act is None else fault,
@@ -329,7 +349,7 @@ KILLS = {
 @pytest.mark.parametrize(
     ("kills", "name"),
     [
-        row(kills, name, in_ci=(kills, name) in (("twice", "ddp_launch"), ("once", "ddp_spawn")))
+        row(kills, name, in_ci=(kills, name) == ("once", "ddp_spawn"))
         for kills in KILLS
         for name in DDP
     ],
@@ -403,11 +423,7 @@ BEFORE = "by a sleep before the optimizer's step"
 
 @pytest.mark.parametrize(
     "slowed",
-    [
-        pytest.param("by a sleep in each step", marks=pytest.mark.all_faults),
-        BEFORE,
-        pytest.param("by a cgroup's limit (cpu.max)", marks=pytest.mark.all_faults),
-    ],
+    [row("by a sleep in each step"), row(BEFORE, in_ci=True), row("by a cgroup's limit (cpu.max)")],
 )
 def test_a_slow_rank(
     scene: Scene, rows: list[dict[str, Any]], quarter: Callable[[int], object], slowed: str
@@ -503,7 +519,10 @@ def start_on_both(scene: Scene, hosts: Hosts, timeout_s: int = TIMEOUT_S, **env:
     ]
 
 
-@pytest.mark.parametrize("fault", ["cut for good", "cut for 3 s", "rank 0's host gone"])
+@pytest.mark.parametrize(
+    "fault",
+    [row("cut for good", in_ci=True), row("cut for 3 s", in_ci=True), row("rank 0's host gone")],
+)
 def test_the_network(
     scene: Scene, hosts: Hosts, wholes: dict[str, Result], rows: list[dict[str, Any]], fault: str
 ) -> None:
@@ -550,7 +569,9 @@ def test_the_network(
     )
 
 
-@pytest.mark.parametrize("damage", ["altered", "cut short", "of a newer version"])
+@pytest.mark.parametrize(
+    "damage", [row("altered", in_ci=True), row("cut short"), row("of a newer version", in_ci=True)]
+)
 def test_a_snapshot(
     scene: Scene, begun: Path, wholes: dict[str, Result], rows: list[dict[str, Any]], damage: str
 ) -> None:
@@ -601,10 +622,11 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("fault", FILES)
+@pytest.mark.parametrize("fault", [row(fault, in_ci="metrics" in fault) for fault in FILES])
 def test_a_file_of_the_run(
     scene: Scene, begun: Path, wholes: dict[str, Result], rows: list[dict[str, Any]], fault: str
 ) -> None:
+    """CI causes the others without a run (tests/common/run/test_folder.py)."""
     status, says = FILES[fault]
     command = scene.recipe.command("ddp_launch", *nproc("ddp_launch"), *OPTIONS)
     shutil.copytree(wholes["ddp_launch"].folder if "the end" in fault else begun, scene.folder)
@@ -671,8 +693,9 @@ def test_a_second_command_in_the_folder(
     )
 
 
+@pytest.mark.all_faults
 def test_two_processes_with_the_same_rank(scene: Scene, rows: list[dict[str, Any]]) -> None:
-    """Without our launcher; --timeout-s is 600 s."""
+    """Without our launcher; --timeout-s is 600 s. CI does it on two hosts."""
     port = str(free_port())
     start_s = time.monotonic()
     processes = []
@@ -705,7 +728,7 @@ def test_two_processes_with_the_same_rank(scene: Scene, rows: list[dict[str, Any
     )
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("workers", [row("0"), row("1", in_ci=True)])
 def test_a_data_file_that_vanishes(scene: Scene, rows: list[dict[str, Any]], workers: str) -> None:
     root = flowers(scene.recipe.tmp_path / "data", per_class=20)
     options = [
@@ -743,13 +766,7 @@ def test_a_data_file_that_vanishes(scene: Scene, rows: list[dict[str, Any]], wor
 IMAGE = "a bit of an image flips"
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(fault, marks=() if fault == IMAGE else pytest.mark.all_faults)
-        for fault in (*DAMAGES, IMAGE)
-    ],
-)
+@pytest.mark.parametrize("fault", [row(fault, in_ci=fault == IMAGE) for fault in (*DAMAGES, IMAGE)])
 def test_packed_images(scene: Scene, rows: list[dict[str, Any]], fault: str) -> None:
     """CI causes the others without a run (tests/common/data/test_packed.py)."""
     folder = scene.recipe.tmp_path
@@ -785,9 +802,10 @@ def test_packed_images(scene: Scene, rows: list[dict[str, Any]], fault: str) -> 
     )
 
 
+@pytest.mark.all_faults
 @pytest.mark.parametrize("how", LOST)
 def test_a_folder_that_is_lost(scene: Scene, rows: list[dict[str, Any]], how: str) -> None:
-    """In the place of the folder, nothing is made or changed."""
+    """In the place of the folder, nothing is made or changed. CI: tests/common/test_owner.py."""
     lose, says = LOST[how]
     command = scene.recipe.command("ddp_launch", *nproc("ddp_launch"), *LONG)
     # It waits after the step of its first snapshot: no line or curve is half written.
@@ -847,7 +865,9 @@ def test_a_disk_that_fills(scene: Scene, rows: list[dict[str, Any]]) -> None:
     )
 
 
-@pytest.mark.parametrize("fault", ["rank 0's port is taken", "rank 0's host has no such name"])
+@pytest.mark.parametrize(
+    "fault", [row("rank 0's port is taken", in_ci=True), row("rank 0's host has no such name")]
+)
 def test_an_address_that_cannot_work(scene: Scene, rows: list[dict[str, Any]], fault: str) -> None:
     """Without our launcher, as under srun; rank 1 must not wait for ever."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -1,4 +1,4 @@
-"""Killed at random moments, damaged and started again, fifty times: nothing lost or repeated."""
+"""Killed at random moments, damaged and started again, often: nothing lost or repeated."""
 
 import json
 import sys
@@ -67,7 +67,7 @@ def test_what_is_lost_or_repeated_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fifty_rounds(recipe: Recipe) -> None:
+def test_twenty_rounds(recipe: Recipe) -> None:
     need("make")
     output = recipe.tmp_path / "soak.json"
     process = recipe.start(
@@ -77,7 +77,7 @@ def test_fifty_rounds(recipe: Recipe) -> None:
         "test",
         "SUITE=soak",
         f"PYTHON={sys.executable}",
-        "ROUNDS=50",
+        "ROUNDS=20",
         f"ARGS=--output {output}",
     )
     recipe.finish(process, recipe.tmp_path, LONG_PATIENCE_S).assert_ok()
@@ -85,8 +85,8 @@ def test_fifty_rounds(recipe: Recipe) -> None:
     assert found["wrong"] == []
     happened = found["happened"]
     for how in ("all killed", "one killed", "asked to stop"):
-        assert happened[how] >= 5, "each way to interrupt was tried"
+        assert happened[how] >= 2, "each way to interrupt was tried"
     for name in FILES:
         assert any(f"{name} {how}" in happened for how in ("deleted", "cut", "garbled")), name
     assert happened["put back"], "some damage is refused"
-    assert happened["runs over several starts"] >= 5, "their times add up"
+    assert happened["runs over several starts"] >= 2, "their times add up"

@@ -144,7 +144,7 @@ def text(result: dict[str, Any]) -> str:
         low, high = ratio["interval_95"]
         lines.append(
             f"- {way}: steps take {ratio['median']:.4f} times as long (95 % interval "
-            f"{low:.4f} to {high:.4f}).",
+            f"{low:.4f} to {high:.4f})."
         )
     lines += [
         f"- A step took {1000 * seconds[WAYS[0]]:.1f} ms, and a look for hangs "

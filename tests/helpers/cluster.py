@@ -124,7 +124,7 @@ class Cluster:
             head_address=_ADDRESSES[HEAD],
             folder=self.folder,
             nodes=nodes,
-            first_job_id=int(time.time()) % 10_000_000,
+            first_job_id=(int(time.time()) + 1000 * os.getpid()) % 10_000_000,
         )
         kept = [s for s in conf.splitlines() if s.partition("=")[0] not in self._settings]
         changed = [f"{name}={value}" for name, value in self._settings.items()]

@@ -26,22 +26,19 @@ if "SLURM_STEP_ID" in os.environ and {"FAIL_AT", "KILLED_AT", "STEP_S"} & {*os.e
     def changed(self, loss):
         after_step(self, loss)
         time.sleep(float(os.environ.get("STEP_S", 0)) if slowly else 0)
-        if rank == "3" and self.state.step == int(os.environ.get("FAIL_AT", -1)):
+        if rank == "1" and self.state.step == int(os.environ.get("FAIL_AT", -1)):
             raise RuntimeError("a bug of this test")
         if self.state.step == int(os.environ.get("KILLED_AT", -1)):
             os.kill(os.getpid(), signal.SIGKILL)
     Loop.after_step = changed
-here = os.environ.get("GATE_NODE") in (None, os.environ.get("SLURMD_NODENAME"))
-first = "SLURM_RESTART_COUNT" not in os.environ
-if here and first and os.environ.get("SLURM_STEP_ID", "") == os.environ.get("GATE_STEP"):
+if {"GATE", "SLURM_STEP_ID"} <= {*os.environ} and "SLURM_RESTART_COUNT" not in os.environ:
     from tools.on_import import OnImport
     def wait(_module):
         gate = os.environ["GATE"]
         open(f"{gate}.{os.environ['SLURM_JOB_ID']}.{rank}", "w").close()
         while os.path.exists(gate):
             time.sleep(0.01)
-    if "-c" not in sys.orig_argv:  # that is torchrun, which starts the ranks
-        OnImport("torch._C", wait)
+    OnImport("torch._C", wait)
 if "SLURM_STEP_ID" in os.environ and rank == os.environ.get("REFUSED", ""):
     from common import cli
     run = cli.run
@@ -155,7 +152,7 @@ class Submitter:
 
         STEP_S is how much longer each step takes [s], so that a test can act in time: in the job's
         first start, or in its first SLOW_STARTS. GATE is a file: as long as it is there, the ranks
-        of step GATE_STEP in the first start (GATE_NODE: on that node) wait while torch is imported.
+        of the first start wait while torch is imported.
         """
         (self.folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
         return {"PYTHONPATH": f"{ROOT}:{self.folder}", **env}

@@ -143,11 +143,10 @@ def test_a_page_shows_of_a_training_what_carries_its_message() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/*/results/make_run.json")))
-def test_what_a_page_shows_of_a_default_run_is_short_and_ends_in_its_hash(path: Path) -> None:
+def test_what_a_page_shows_of_a_default_run_ends_in_its_hash(path: Path) -> None:
     run = json.loads(path.read_text())
     shown = bench.shown(run).split("```")[1].strip().splitlines()
     if run["summary"]:
-        assert len(shown) <= 9
         assert shown[-1].split() == ["weights_sha256", run["summary"]["weights_sha256"]]
         assert any(line.startswith("  val_") for line in shown)
 

@@ -502,8 +502,15 @@ def test_two_runs_share_no_folder_nor_one_behind_linked_snapshots(
     assert steps(tmp_path / "p") == list(range(1, 1 + len(steps(tmp_path / "p"))))
 
 
-@pytest.mark.parametrize("content", [b"", b"\0\xff{", b"[1]", b"[" * 100_000])
-@pytest.mark.parametrize("name", ["config.json", "summary.json", "manifest.json"])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b""),
+        ("config.json", b"[" * 100_000),
+        ("summary.json", b"\0\xff{"),
+        ("manifest.json", b"[1]"),
+    ],
+)
 def test_a_damaged_record_is_named(
     pool: Pool, finished: Path, tmp_path: Path, name: str, content: bytes
 ) -> None:

