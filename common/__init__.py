@@ -28,7 +28,7 @@ Where to change what. Each room and file imports only from those below it; a tes
       loaders           the DataLoader's options; from a data set to a rank's batches
       datasets          digits, photos, Fashion-MNIST, CIFAR-10, fake data; augmentation
       packed            photos in a few tar files, read by index, copied to each host's own disk
-      image_folder      which photos are in a folder; which of them validate; --data-index
+      image_folder      which photos are in a folder; which of them validate
       decode            a photo as a tensor: decoded, checked, cut out
       array_file        arrays that all processes map
       workers           --num-workers: by the cores, by the room in /dev/shm, measured, or kept

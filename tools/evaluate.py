@@ -154,7 +154,7 @@ def load_classifier(
     given: argparse.Namespace, run: Trained, ranks: Ranks, device: torch.device
 ) -> tuple[Parts, bool]:
     """A classifier of images, and whether the samples are the run's own. Calls collectives."""
-    own_data = {"download": False, "verify_images": False, "data_index": None, "data_local": None}
+    own_data = {"download": False, "verify_images": False, "data_local": None}
     options = run.options(DataOptions, num_workers=given.num_workers, **own_data)
     with agreed():
         model, dtype = run.model(given.weights, device)

@@ -8,13 +8,12 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, Any, overload
 
 import numpy as np
@@ -29,10 +28,9 @@ from common.errors import InputError, TrainingError
 from common.group.collectives import gather, together
 from common.identity import CONTENTS
 from common.launch.ranks import Ranks
-from common.reading import changed_ns, files_below, refuse_closed
+from common.reading import files_below, refuse_closed
 from common.seeds import mix
 from common.terminal import progress_bar
-from common.writing import write_file
 
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
@@ -99,12 +97,10 @@ class Files(Sequence[tuple[Path, int]]):
         return self.root / name, int(self.labels[index])
 
 
-def list_images(
-    root: Path, *, show_progress: bool = False, looked_into: dict[str, int] | None = None
-) -> tuple[Listing, str]:
+def list_images(root: Path, *, show_progress: bool = False) -> tuple[Listing, str]:
     """List the images of `root`, which has one sub-folder per class, or train/ and val/ with them.
 
-    Asks the file system once per file, of many at a time. `looked_into`: see `files_below`.
+    Asks the file system once per file, of many at a time.
 
     Returns:
         The images, and the SHA-256 of this copy of them. It also depends on the folder's place and
@@ -115,8 +111,6 @@ def list_images(
         InputError: no folder, no classes, or an empty class.
     """
     folders = [root / "train", root / "val"]
-    if looked_into is not None:  # before any of them is read
-        looked_into.update({str(folder): changed_ns(folder) for folder in (root, *folders)})
     refuse_closed("--data-path", root, *folders)
     if not root.is_dir():
         raise InputError(f"--data-path {root} is not a folder")
@@ -144,7 +138,7 @@ def list_images(
             f"{folders[-1]} has no folder for {', '.join(sorted(missing))}: add it, with images"
         )
     _refuse_images_twice(root, folders, names)
-    return _list_classes(root, folders, names, looked_into, show_progress=show_progress)
+    return _list_classes(root, folders, names, show_progress=show_progress)
 
 
 def _refuse_images_twice(root: Path, folders: list[Path], names: list[str]) -> None:
@@ -193,7 +187,6 @@ def _list_classes(
     root: Path,
     folders: list[Path],
     names: list[str],
-    looked_into: dict[str, int] | None,
     *,
     show_progress: bool,
 ) -> tuple[Listing, str]:
@@ -202,12 +195,12 @@ def _list_classes(
     bar = progress_bar(None, main=show_progress, unit="image", desc="listing images", keep=False)
     found: list[_Class] = []
     begun_s = time.perf_counter()
-    first = _list_class(root, places[0], looked_into)
+    first = _list_class(root, places[0])
     # Over a network many questions are answered in the time of one. On a disk of this host, threads
     # would only wait for each other: with 32, a million files took 24 s instead of 6.
     far = (time.perf_counter() - begun_s) / len(first.ends) > 1e-4
     with bar, ThreadPoolExecutor(min(32, len(places)) if far else 1) as pool:
-        rest = pool.map(lambda place: _list_class(root, place, looked_into), places[1:])
+        rest = pool.map(lambda place: _list_class(root, place), places[1:])
         for part in chain([first], rest):
             bar.update(len(part.ends))
             listed.update(f"{', ' if found else ''}{part.names_and_sizes}".encode())
@@ -235,8 +228,8 @@ def _list_classes(
     return listing, times.hexdigest()
 
 
-def _list_class(root: Path, folder: Path, looked_into: dict[str, int] | None) -> _Class:
-    images, others = _entries(folder, looked_into)
+def _list_class(root: Path, folder: Path) -> _Class:
+    images, others = _entries(folder)
     begin, above = len(f"{folder}/"), folder.relative_to(root)
     paths = [f"{above}/{entry.path[begin:]}" for entry in images]
     joined = os.fsencode("".join(paths))
@@ -254,13 +247,11 @@ def _list_class(root: Path, folder: Path, looked_into: dict[str, int] | None) ->
     return _Class(joined, ends, in_bytes, said, times, others)
 
 
-def _entries(
-    folder: Path, looked_into: dict[str, int] | None = None
-) -> tuple[list["os.DirEntry[str]"], list[Path]]:
+def _entries(folder: Path) -> tuple[list["os.DirEntry[str]"], list[Path]]:
     """The images at any depth of a folder, and what is left out; both sorted, none hidden."""
     begin = len(f"{folder}".rstrip("/")) + 1
     images, others = [], []
-    for entry in files_below("--data-path", folder, looked_into):
+    for entry in files_below("--data-path", folder):
         if not _is_data(entry.path[begin:]):
             continue
         link = entry.is_symlink()
@@ -327,13 +318,10 @@ def split_by_class(
     return np.concatenate(train, dtype=small), np.concatenate(val, dtype=small)
 
 
-def list_once_per_host(root: Path, ranks: Ranks, index: Path | None = None) -> tuple[Listing, str]:
+def list_once_per_host(root: Path, ranks: Ranks) -> tuple[Listing, str]:
     """`list_images` by one rank per host; the others map its result. Calls collectives.
 
     A rank that does not see that rank's file, in another container perhaps, lists the images, too.
-
-    Args:
-        index: where the result is kept for the next run; None: nowhere.
     """
     inode = 0
     with suppress(OSError):  # it is refused below
@@ -346,16 +334,13 @@ def list_once_per_host(root: Path, ranks: Ranks, index: Path | None = None) -> t
         def own() -> tuple[tuple[Listing, str] | None, str]:
             if first != ranks.rank:
                 return None, ""
-            if index:
-                found = kept_list(root, index, ranks)
-            else:
-                found = list_images(root, show_progress=ranks.is_main)
+            found = list_images(root, show_progress=ranks.is_main)
             path = ""
             if homes.count(homes[first]) > 1:
                 with suppress(OSError):  # no room, or no right to write there
                     file = tempfile.NamedTemporaryFile(prefix="torch-recipes-listing-")  # noqa: SIM115
                     stack.callback(_close, file)
-                    _write(file, *found, {"token": token})
+                    _write(file, *found, token)
                     path = file.name
             return found, path
 
@@ -392,67 +377,11 @@ def _close(file: Any) -> None:
         file.close()
 
 
-def kept_list(root: Path, index: Path, ranks: Ranks) -> tuple[Listing, str]:
-    """The list in `index`, if no folder has changed since; else a new one, which is kept there.
-
-    A folder changes when a file in it is added, removed or renamed, but not when one is written
-    in its place. A change within two seconds before the list was made might not show, so such a
-    list is not used.
-
-    Raises:
-        InputError: `index` is another file, or cannot be written.
-    """
-    refuse_closed("--data-index", index)
-    if index.resolve().is_relative_to(root.resolve()):
-        raise InputError(
-            f"--data-index {index} is in --data-path {root}, which changes when it is written: "
-            "choose a place elsewhere"
-        )
-    if index.exists():
-        try:
-            arrays, more = read_arrays(index, check=True)
-            folders = Texts(arrays["folders"], arrays["folder_ends"])
-            begun_ns, there = more.pop("begun_ns"), more.pop("root")
-            times = arrays["folder_times_ns"]
-        except (OSError, ValueError, KeyError) as error:
-            raise InputError(
-                f"--data-index {index} is no list of images ({error}): remove it, or give another"
-            ) from None
-        if there != os.fspath(root.resolve()):
-            log.info(f"--data-index {index} is of {there}: {root} is listed anew")
-        elif len(times) and times.max() > begun_ns - 2 * 10**9:
-            log.info(f"--data-index {index} was made while folders changed: they are listed anew")
-        elif np.array_equal([changed_ns(folder) for folder in folders], times):
-            log.info(f"{len(arrays['labels'])} images: listed before ({index}); no folder changed")
-            return _listing(arrays, more)
-        else:
-            log.info(f"folders changed since --data-index {index} was made: they are listed anew")
-    begun_ns, looked_into = time.time_ns(), dict[str, int]()
-    found = list_images(root, show_progress=ranks.is_main, looked_into=looked_into)
-    if ranks.is_main:
-        names = Texts.of(sorted(looked_into))
-        arrays = {"folders": names.joined, "folder_ends": names.ends}
-        # From before each folder was read: one that changed since is listed anew at the next start.
-        arrays["folder_times_ns"] = np.array([looked_into[name] for name in names])
-        more = {"begun_ns": begun_ns, "root": os.fspath(root.resolve())}
-        try:
-            write_file(index, lambda file: _write(file, *found, more, arrays))
-        except TrainingError as error:
-            raise InputError(f"--data-index: {error}") from None
-    return found
-
-
-def _write(
-    file: IO[bytes],
-    listing: Listing,
-    copy: str,
-    more: dict[str, Any],
-    arrays: Mapping[str, NDArray[Any]] = MappingProxyType({}),
-) -> None:
+def _write(file: IO[bytes], listing: Listing, copy: str, token: str) -> None:
     names = listing.names
-    own: dict[str, NDArray[Any]] = {"names": names.joined, "ends": names.ends}
-    own |= {"labels": listing.labels, "sizes": listing.sizes, **arrays}
-    write_arrays(file, own, {**listing.header, "copy": copy, **more})
+    arrays: dict[str, NDArray[Any]] = {"names": names.joined, "ends": names.ends}
+    arrays |= {"labels": listing.labels, "sizes": listing.sizes}
+    write_arrays(file, arrays, {**listing.header, "copy": copy, "token": token})
     file.flush()
 
 
@@ -460,14 +389,10 @@ def _read(path: str, token: str) -> tuple[Listing, str] | None:
     with suppress(OSError, ValueError):
         arrays, more = read_arrays(Path(path), check=False)
         if more.pop("token") == token:
-            return _listing(arrays, more)
+            copy, names = more.pop("copy"), Texts(arrays["names"], arrays["ends"])
+            labels, sizes = arrays["labels"], arrays["sizes"]
+            return Listing(**more, names=names, labels=labels, sizes=sizes), copy
     return None
-
-
-def _listing(arrays: Mapping[str, NDArray[Any]], header: dict[str, Any]) -> tuple[Listing, str]:
-    copy, names = header.pop("copy"), Texts(arrays["names"], arrays["ends"])
-    listing = Listing(**header, names=names, labels=arrays["labels"], sizes=arrays["sizes"])
-    return listing, copy
 
 
 def verify_once(files: Sequence[tuple[Path, int]], copy: str, ranks: Ranks) -> None:

@@ -44,7 +44,7 @@ def rank_loaders(
         InputError: world_size does not divide the batch, the batch is larger than the data, or
             /dev/shm is too small for the loading processes that the user asked for.
     """
-    batches = GlobalBatches(len(data.train), global_batch_size, seed, *share, shards, data.blocks)
+    batches = GlobalBatches(len(data.train), global_batch_size, seed, *share, shards)
     held_out = FixedBatches(len(data.val), eval_batch_size(len(data.val)), *share)
     if not options.pin_memory and device.type == "cpu":
         log.warning("--no-pin-memory has no effect on a CPU")

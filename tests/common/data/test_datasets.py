@@ -5,7 +5,6 @@ import hashlib
 import os
 import pickle
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -505,76 +504,3 @@ def test_a_class_without_validation_photos_is_refused(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "val" / name)
     with pytest.raises(InputError, match=f"val has no folder for {name}"):
         list_images(tmp_path)
-
-
-def test_a_kept_list_is_used_until_a_folder_changes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its files are asked for nothing then."""
-    monkeypatch.setattr(log, "propagate", True)
-    caplog.set_level("INFO", "recipes")
-    root, index = flowers(tmp_path / "data"), tmp_path / "index"
-    below = root / "daisy" / "below"
-    photo(below / "one.jpg", 7)
-
-    def settle() -> None:
-        """As if the folders had not changed for a minute."""
-        monkeypatch.setattr(time, "time_ns", lambda: real_ns() + 60 * 10**9)
-
-    def listed() -> tuple[Data, bool]:
-        caplog.clear()
-        found = load(data="imagefolder", data_path=root, data_index=index, verify_images=False)
-        return found, any("listed before" in said for said in caplog.messages)
-
-    real_ns = time.time_ns
-    first, _ = listed()
-    assert "made while folders changed" in (listed(), caplog.text)[1]
-    settle()
-    index.unlink()
-    listed()
-    with monkeypatch.context() as patch:
-        patch.setattr(image_folder, "list_images", lambda *_, **__: pytest.fail("listed again"))
-        again, kept = listed()
-    assert kept
-    assert (again.fingerprint, again.indices_sha256) == (first.fingerprint, first.indices_sha256)
-    assert again.train.source.files[3] == first.train.source.files[3]
-    photo(below / "two.jpg", 8)
-    changed, kept = listed()
-    assert not kept
-    assert len(changed.train.source.files) == len(first.train.source.files) + 1
-    assert listed()[1]
-    (below / "two.jpg").rename(below / "three.jpg")
-    assert not listed()[1]
-    index.unlink()
-    real_list = image_folder.list_images
-
-    def changing(*args: Any, **more: Any) -> Any:
-        """A folder changes after it was read; the file server's clock is a minute behind."""
-        listing = real_list(*args, **more)
-        photo(below / "late.jpg", 9)
-        return listing
-
-    with monkeypatch.context() as patch:
-        patch.setattr(image_folder, "list_images", changing)
-        before, _ = listed()
-    changed, kept = listed()
-    assert not kept
-    assert len(changed.train.source.files) == len(before.train.source.files) + 1
-    assert listed()[1]
-    (root / "rose").mkdir()
-    with pytest.raises(InputError, match="rose has no images"):
-        listed()
-    (root / "rose").rmdir()
-    listed()
-    shutil.copytree(root, tmp_path / "other")
-    root = tmp_path / "other"
-    assert not listed()[1], "another folder"
-    index.write_bytes(index.read_bytes()[:-1])
-    with pytest.raises(InputError, match="is no list of images"):
-        listed()
-    index = root / "index"
-    with pytest.raises(InputError, match="which changes when it is written"):
-        listed()
-    index = tmp_path / "no" / "where" / "index"
-    with pytest.raises(InputError, match=r"--data-index: cannot write \S+where"):
-        listed()

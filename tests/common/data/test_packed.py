@@ -514,18 +514,6 @@ def test_a_local_disk_without_room_is_refused(
         load(data="packed", data_path=made, data_local=tmp_path / "full")
 
 
-def test_blocks_hold_images_that_lie_side_by_side(made: Path) -> None:
-    data = load(data="packed", data_path=made, shuffle_block=3)
-    assert data.blocks
-    pack, indices = data.train.source.pack, data.train.indices
-    places = [
-        (int(pack.arrays["shard"][i]), int(pack.arrays["offset"][i]))
-        for i in (indices[place] for place in data.blocks.order)
-    ]
-    assert places == sorted(places)
-    assert sorted(data.blocks.order) == list(range(len(data.train)))
-
-
 def test_an_option_that_means_nothing_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main(["photos", "out", "--shard-mib", "0"]) == 2
     assert capsys.readouterr().err == "error: --shard-mib must be at least 1, got 0\n"

@@ -172,7 +172,6 @@ FREE = {
     *("device", "backend", "timeout_s", "max_steps", "global_batch_size", "batch_size_per_rank"),
     *(
         "data_path",
-        "data_index",
         "data_local",
         "download",
         "verify_images",
