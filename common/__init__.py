@@ -82,6 +82,7 @@ Where to change what. Each room and file imports only from those below it; a tes
     driver              how many GPUs there are, and why the driver cannot use them
     stack               which versions of torch, CUDA and NCCL belong together
     git                 changed files and their diff, without secrets
+    masking             what is hidden in texts: secrets; control characters in names from data
     option_rules        which options may change on a resume, or are new; least values
     output_folder       --output-dir: made, or why it cannot be
     reading             JSON and folders that are read, or closed to this user

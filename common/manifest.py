@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from common import log
 from common.fingerprint import fingerprint, unlike
-from common.git import without_secrets
 from common.group.collectives import gather
 from common.identity import differences
 from common.kernels import PORTABLE
 from common.launch.process import command_line
 from common.machine import describe_machine
+from common.masking import masked_command
 
 # Never the whole environment: it may hold credentials.
 _ENVIRONMENT = (
@@ -63,7 +63,7 @@ def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) 
             )
             break
     return {
-        "command": without_secrets(command_line()),
+        "command": masked_command(command_line()),
         **describe_machine(),
         "gpus": [name for _, names, _ in ranks for name in names],
         "world_size": len(ranks),

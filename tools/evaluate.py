@@ -26,7 +26,7 @@ import torch
 from common import cli, log
 from common.data.batches import DeviceBatches
 from common.data.datasets import Data, DataOptions, LoaderOptions, load_data
-from common.data.decode import verify
+from common.data.decode import faults_of, refuse_faults
 from common.data.image_folder import ImageFiles, class_names, images_and_others, left_out
 from common.data.loaders import make_loader
 from common.data.packed import INDEX
@@ -43,6 +43,7 @@ from common.launch.process import run_rank
 from common.launch.ranks import Ranks, resolve
 from common.launch.start import LaunchOptions, launch
 from common.machine import describe_machine
+from common.masking import printable
 from common.parse import given_path
 from common.reading import refuse_closed
 from common.run.begin import device_in_words
@@ -119,7 +120,11 @@ def photos(run: Trained, folder: Path, ranks: Ranks) -> Samples:
             log.info(left_out(others))
         mine = files[ranks.rank :: ranks.world_size]
         refuse_unusable([path for path, _ in mine], run.channels)
-        verify(mine, show_progress=ranks.is_main)
+        faults = faults_of(mine, show_progress=ranks.is_main)
+    faults = [fault for part in gather(faults) for fault in part]
+    with agreed():
+        if ranks.is_main:
+            refuse_faults(faults)
     labelled = [(path, run.classes.index(name)) for path, name in files]
     return Samples(ImageFiles(labelled, run.prepared), range(len(files)), 0)
 
@@ -207,6 +212,7 @@ def evaluate_run(given: argparse.Namespace, run: Trained, recipe: Any, ranks: Ra
         where = f"world_size {ranks.world_size}, device {device_in_words(given.device, device)}"
         lines = [f"{found.total} {what}, {where}", ""]
         lines += [f"  {name:<12}  {value}" for name, value in result.items()]
+        lines = [printable(line) for line in lines]
         text = "\n".join([*lines, "", compared] if compared else lines)
     with printing():
         print(text, flush=True)

@@ -109,7 +109,11 @@ SUMMARY = {
 }
 """`read_summary` checks the metrics, too."""
 _SEED = Entry("a whole number from 0 on", lambda v, _: _whole(v))
-DATA_OF_MANIFEST = {"data_fingerprint": _TEXT, "seed": _SEED}
+DATA_OF_MANIFEST = {
+    "data_fingerprint": _TEXT,
+    "seed": _SEED,
+    "classes": Entry("a list of names", lambda v, _: _list(v, _text), optional=True),
+}
 MANIFEST = {
     "command": _TEXT,
     "seed": _SEED,

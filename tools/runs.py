@@ -26,6 +26,7 @@ from typing import Any
 
 from common import run_status
 from common.errors import InputError
+from common.masking import printable
 from common.owner import lock, owner_of
 from common.parse import given_path
 from common.reading import bytes_in, read_json, tail
@@ -132,12 +133,13 @@ def show(runs: Sequence[dict[str, Any]]) -> None:
     below = [""]
     for run in runs:
         damaged = "".join(f"\n    {name} cannot be read" for name in run.get("damaged", ()))
-        below.append(damaged + (f"\n    {run['error']}" if "error" in run else ""))
+        below.append(damaged + (f"\n    {printable(run['error'])}" if "error" in run else ""))
     show_rows([[*COLUMNS], *map(row, runs)], below)
 
 
 def show_rows(rows: Sequence[Sequence[str]], below: Sequence[str] = ()) -> None:
     """Print a table with aligned columns, and what belongs below each row."""
+    rows = [[printable(cell) for cell in cells] for cells in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for cells, more in zip_longest(rows, below, fillvalue=""):
         line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
@@ -259,7 +261,7 @@ def clean(runs: Sequence[dict[str, Any]]) -> None:
         total += size
         never = paths == [Path(run["folder"])]
         what = "never began: its folder" if never else f"{len(paths)} files of older snapshots"
-        print(f"{run['folder']}  {what}, {mebibytes(size)}")
+        print(f"{printable(run['folder'])}  {what}, {mebibytes(size)}")
     with suppress(EOFError):
         if input(f"remove all this, {mebibytes(total)}? [y/N] ").strip().lower() in ("y", "yes"):
             done = [_remove(run, paths) for run, paths in found]

@@ -42,7 +42,7 @@ class Trained:
     """Of images; empty for a recipe with own data or an own model."""
     summary: dict[str, Any]
     manifest: dict[str, Any]
-    """Only `DATA_OF_MANIFEST` in it is checked: the data's fingerprint and the seed."""
+    """Only `DATA_OF_MANIFEST` in it is checked."""
 
     @property
     def channels(self) -> int:
@@ -132,6 +132,14 @@ def read(folder: Path, *, own: bool = False) -> Trained:
             f'{folder}/preprocessing.json: "classes" differ from {names}: restore the file, or '
             "train again"
         )
+    trained_as = {name: place for place, name in enumerate(manifest.get("classes", []))}
+    for place, name in enumerate(seen["classes"] if seen else []):
+        if trained_as.get(name, place) != place:
+            raise InputError(
+                f'{folder}/preprocessing.json: "classes" has {name} as class {place}, which was '
+                f"class {trained_as[name]} in the training (classes in manifest.json): give the "
+                "classes new names, or restore their order"
+            )
     summary = read_summary(folder)
     wrote = summary.get("preprocessing_sha256")
     if seen and wrote and preprocessing_sha256(seen) != wrote:

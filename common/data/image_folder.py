@@ -8,7 +8,7 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -23,11 +23,12 @@ from torch import Tensor
 
 from common import log
 from common.data.array_file import Texts, read_arrays, write_arrays
-from common.data.decode import SUFFIXES, decoded, is_image, verify
+from common.data.decode import SUFFIXES, decoded, faults_of, is_image, refuse_faults
 from common.errors import InputError, TrainingError
-from common.group.collectives import gather, together
+from common.group.collectives import agreed, gather, together
 from common.identity import CONTENTS
 from common.launch.ranks import Ranks
+from common.masking import printable
 from common.reading import files_below, refuse_closed
 from common.seeds import mix
 from common.terminal import progress_bar
@@ -117,7 +118,7 @@ def list_images(root: Path, *, show_progress: bool = False) -> tuple[Listing, st
     if not all(folder.is_dir() for folder in folders):
         folders = [root]
     elif beside := [n for n in class_names(root) if n not in ("train", "val") and _holds(root / n)]:
-        log.info(f"images left out, beside train and val: those in {', '.join(beside)}")
+        log.info(f"images left out, beside train and val: those in {listed(beside)}")
     names = class_names(folders[0])
     if not names:
         raise InputError(f"--data-path {folders[0]} has no sub-folders: make one per class")
@@ -158,6 +159,11 @@ def _refuse_images_twice(root: Path, folders: list[Path], names: list[str]) -> N
 def class_names(folder: Path) -> list[str]:
     """Names of the sub-folders, sorted."""
     return sorted(p.name for p in folder.iterdir() if p.is_dir() and _is_data(p.name))
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names from data, for a message: sorted, and escaped where they would break the line."""
+    return ", ".join(map(printable, sorted(names)))
 
 
 def _holds(folder: Path) -> bool:
@@ -216,7 +222,7 @@ def _list_classes(
         loose = [e for e in os.scandir(folder) if is_image(e.name) and _is_data(e.name)]
         if loose := [entry for entry in loose if Path(entry.path).is_file()]:
             said = f"{len(loose)} images in {folder} are left out: they are in no class's folder"
-            log.warning(said)
+            log.warning(printable(said))
     before = np.cumsum([0, *(len(part.joined) for part in found)])
     ends = [part.ends + start for part, start in zip(found, before[:-1], strict=True)]
     joined = np.frombuffer(b"".join(part.joined for part in found), np.uint8)
@@ -287,7 +293,7 @@ def left_out(files: Sequence[Path]) -> str:
     """The message that files of a folder are left out, with how their names end."""
     kinds = ("link to a folder" if p.is_dir() else p.suffix.lower() or "no ending" for p in files)
     endings = ", ".join(f"{kind} {count}" for kind, count in Counter(kinds).most_common(8))
-    return f"files left out, not images by their names: {len(files)} ({endings})"
+    return printable(f"files left out, not images by their names: {len(files)} ({endings})")
 
 
 def split_by_class(
@@ -313,7 +319,7 @@ def split_by_class(
         )
     if few := [name for name, count in zip(names, counts, strict=True) if count < 5]:
         found = f"{len(few)} classes have fewer than five images, so none to validate on"
-        log.warning(f"{found}: {', '.join(few[:10])}")
+        log.warning(f"{found}: {listed(few[:10])}")
     small = np.int32 if len(labels) < 2**31 else np.int64
     return np.concatenate(train, dtype=small), np.concatenate(val, dtype=small)
 
@@ -407,7 +413,7 @@ def verify_once(files: Sequence[tuple[Path, int]], copy: str, ranks: Ranks) -> N
         ranks: rank 0 shows progress.
 
     Raises:
-        InputError: on all ranks, if one of them finds an image that cannot be decoded.
+        InputError: on all ranks, with all images that any of them cannot decode.
     """
     marker, known = Path("torch-recipes", "verified-3", copy), False
     with suppress(OSError, RuntimeError):  # no home folder, or it cannot be read
@@ -417,12 +423,14 @@ def verify_once(files: Sequence[tuple[Path, int]], copy: str, ranks: Ranks) -> N
     peers = [rank for rank, (other, _) in enumerate(found) if other == copy]
     known = all(found[rank][1] for rank in peers)
 
-    def verify_mine() -> None:
-        if not known:
-            mine = files[peers.index(dist.get_rank()) :: len(peers)]
-            verify(mine, show_progress=ranks.is_main)
+    def faults_of_mine() -> list[str]:
+        mine = files[peers.index(dist.get_rank()) :: len(peers)]
+        return [] if known else faults_of(mine, show_progress=ranks.is_main)
 
-    together(verify_mine)
+    faults = gather(together(faults_of_mine))
+    with agreed():
+        if ranks.is_main:
+            refuse_faults([*chain(*faults)])
     if known:
         log.info(f"{len(files)} images: verified before, unchanged since ({marker.parent})")
     else:

@@ -188,6 +188,7 @@ class Run:
         if self.ranks.local_rank == 0:
             leave({"watched": str(self.logs.absolute())})
         manifest = describe_run(self.devices, self.options.seed, data.fingerprint)
+        manifest |= {"classes": list(data.class_names)} if data.class_names else {}
         with agreed():
             run_status.begun()
             if self.ranks.is_main:
