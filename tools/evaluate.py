@@ -27,7 +27,14 @@ from common import cli, log
 from common.data.batches import DeviceBatches
 from common.data.datasets import Data, DataOptions, LoaderOptions, load_data
 from common.data.decode import faults_of, refuse_faults
-from common.data.image_folder import ImageFiles, class_names, images_and_others, left_out
+from common.data.image_folder import (
+    ImageFiles,
+    class_names,
+    images_and_others,
+    left_out,
+    listed,
+    refuse_images_twice,
+)
 from common.data.loaders import make_loader
 from common.data.packed import INDEX
 from common.data.stream import FixedBatches, Samples, eval_batch_size
@@ -114,6 +121,9 @@ def photos(run: Trained, folder: Path, ranks: Ranks) -> Samples:
                 f"--data-path {folder} holds {', '.join(sorted(unknown))}, but the classes of the "
                 f"run are {', '.join(run.classes)}"
             )
+        if missing := set(run.classes) - set(names):
+            log.warning(f"--data-path {folder} has no images of {listed(missing)}")
+        refuse_images_twice([folder], names)
         found = {name: images_and_others(folder / name) for name in names}
         files = [(path, name) for name, (images, _) in found.items() for path in images]
         if others := [path for _, more in found.values() for path in more]:

@@ -288,6 +288,8 @@ def index(root: Path, suffix: str = "") -> str:
     refuse_faults(faults)
     if not names:
         raise InputError(f"{tars[0]} holds no {name_of(suffix)}")
+    if not suffix and len({*classes}) == 1:
+        raise InputError(f"all images in {root} have one class ({classes[0]}), and not two")
     if any(classes) and (without := classes.count("")):
         raise InputError(
             f"{without} of {len(classes)} samples have no class (the first: "

@@ -106,7 +106,7 @@ def _too_deep(image: "Image.Image") -> str:
         fits = bool((values == values.astype(np.uint8)).all())
     if not fits:
         kept = "finer steps of grey are lost"
-        how = "(a - a.min()) * (255 / (a.max() - a.min()))"
+        how = "((a - a.min()) * (255 / (a.max() - a.min())))"
         if image.mode.startswith("I;16"):
             how = "(a // 257)"
     return (

@@ -134,15 +134,16 @@ def list_images(root: Path, *, show_progress: bool = False) -> tuple[Listing, st
         raise InputError(
             f"{folders[-1]} has classes that train has not: {', '.join(sorted(unknown))}"
         )
-    if missing := set(names) - set(class_names(folders[-1])):
-        raise InputError(
-            f"{folders[-1]} has no folder for {', '.join(sorted(missing))}: add it, with images"
-        )
-    _refuse_images_twice(root, folders, names)
+    missing = set(names) - set(class_names(folders[-1]))
+    if len(missing) == len(names):
+        raise InputError(f"{folders[-1]} has none of the classes in train: add images")
+    if missing:
+        log.warning(f"{folders[-1]} has no images of {listed(missing)}: they do not validate")
+    refuse_images_twice(folders, names)
     return _list_classes(root, folders, names, show_progress=show_progress)
 
 
-def _refuse_images_twice(root: Path, folders: list[Path], names: list[str]) -> None:
+def refuse_images_twice(folders: Sequence[Path], names: Sequence[str]) -> None:
     """Raise InputError if links give images two classes, or validate on what is trained on."""
     places = [folder / name for folder in folders for name in names]
     if not any(path.is_symlink() for path in [*folders, *places]):
@@ -187,6 +188,8 @@ class _Class:
     """A part of the JSON over which the fingerprint is taken."""
     times: str
     others: list[Path]
+    hashes: NDArray[np.int64]
+    """Of names and sizes: equal ones may be the same image."""
 
 
 def _list_classes(
@@ -197,7 +200,7 @@ def _list_classes(
     show_progress: bool,
 ) -> tuple[Listing, str]:
     places = [folder / name for folder in folders for name in names]
-    listed, times = hashlib.sha256(b"["), hashlib.sha256(os.fsencode(root.resolve()))
+    digest, times = hashlib.sha256(b"["), hashlib.sha256(os.fsencode(root.resolve()))
     bar = progress_bar(None, main=show_progress, unit="image", desc="listing images", keep=False)
     found: list[_Class] = []
     begun_s = time.perf_counter()
@@ -209,11 +212,14 @@ def _list_classes(
         rest = pool.map(lambda place: _list_class(root, place), places[1:])
         for part in chain([first], rest):
             bar.update(len(part.ends))
-            listed.update(f"{', ' if found else ''}{part.names_and_sizes}".encode())
+            begun = any(len(other.ends) for other in found)
+            digest.update(
+                f"{', ' if begun and part.ends.size else ''}{part.names_and_sizes}".encode()
+            )
             times.update(part.times.encode())
             found.append(part)
-    listed.update(b"]")
-    times.update(listed.digest())
+    digest.update(b"]")
+    times.update(digest.digest())
     counts = [len(part.ends) for part in found]
     for number, folder in enumerate(folders):
         parts = found[number * len(names) : (number + 1) * len(names)]
@@ -230,11 +236,35 @@ def _list_classes(
     train_count = sum(counts[: len(names)]) if len(folders) > 1 else 0
     texts = Texts(joined, np.concatenate(ends))
     sizes = np.concatenate([part.sizes for part in found])
-    listing = Listing(names, train_count, listed.hexdigest(), texts, labels, sizes)
+    listing = Listing(names, train_count, digest.hexdigest(), texts, labels, sizes)
+    if train_count:
+        hashes = np.concatenate([part.hashes for part in found])
+        _warn_of_the_same(Files(root, texts, labels), train_count, hashes)
     return listing, times.hexdigest()
 
 
+def _warn_of_the_same(files: Files, train_count: int, hashes: NDArray[np.int64]) -> None:
+    """Say how many images validate and train, and name the first.
+
+    Only images of one name and size are compared, and at most 1,000 of them.
+    """
+    _, train, val = np.intersect1d(hashes[:train_count], hashes[train_count:], return_indices=True)
+    pairs = [
+        (files[int(one)][0], files[int(two)][0])
+        for one, two in zip(train[:1000], train_count + val[:1000], strict=True)
+    ]
+    with suppress(OSError):  # whoever decodes them says it
+        if same := [two for one, two in pairs if one.read_bytes() == two.read_bytes()]:
+            log.warning(
+                f"{len(same)} of {len(pairs)} images compared are in train and in val (the first: "
+                f"{printable(min(same))}): the validation counts what was trained on"
+            )
+
+
 def _list_class(root: Path, folder: Path) -> _Class:
+    if not folder.is_dir():  # a class of train/ that is not in val/
+        none = np.empty(0, np.int64)
+        return _Class(b"", none, none, "", "", [], none)
     images, others = _entries(folder)
     begin, above = len(f"{folder}/"), folder.relative_to(root)
     paths = [f"{above}/{entry.path[begin:]}" for entry in images]
@@ -250,7 +280,8 @@ def _list_class(root: Path, folder: Path) -> _Class:
     times = "".join([f" {status.st_mtime_ns} {status.st_ctime_ns}" for status in found])
     said = json.dumps([*zip(paths, sizes, strict=True)])[1:-1]
     ends, in_bytes = np.cumsum(lengths, dtype=np.int64), np.array(sizes, np.int64)
-    return _Class(joined, ends, in_bytes, said, times, others)
+    hashes = np.array([hash((e.name, size)) for e, size in zip(images, sizes, strict=True)])
+    return _Class(joined, ends, in_bytes, said, times, others, hashes)
 
 
 def _entries(folder: Path) -> tuple[list["os.DirEntry[str]"], list[Path]]:

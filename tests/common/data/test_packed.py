@@ -263,7 +263,7 @@ def tar_of_images(path: Path) -> list[int]:
     places = [0]
     with tarfile.open(path, "w") as tar:
         for number in range(4):
-            for suffix, content in (("png", image.getvalue()), ("cls", b"0")):
+            for suffix, content in (("png", image.getvalue()), ("cls", b"%d" % (number % 2))):
                 add(tar, f"{number}.{suffix}", content)
                 places.append(tar.offset)
     return places
@@ -333,6 +333,8 @@ def test_an_identifier_is_no_number_of_a_class(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "0.tar", "w") as tar:
         add(tar, "0.png", image.getvalue())
         add(tar, "0.cls", b"02119789")
+        add(tar, "1.png", image.getvalue())
+        add(tar, "1.cls", b"1")
     with pytest.raises(InputError, match="the class 2119789 would make 2,119,790 classes"):
         tool.index(tmp_path)
 
