@@ -42,9 +42,9 @@ def start(name: str, arguments: Sequence[str]) -> int:
         if files < 64:
             raise InputError(f"a process may open {files} files here, too few: ulimit -n 1024")
         for variable, value in os.environ.items():  # torch would abort
-            if re.fullmatch(r"TORCH_(FR|NCCL)_\w*(SIZE|SEC|MS)", variable):
-                if not re.fullmatch(r"\d+", value):
-                    raise InputError(f"{variable}={value} is no whole number: unset it")
+            whole = re.fullmatch(r"TORCH_(FR|NCCL)_\w*(SIZE|SEC|MS)", variable)
+            if whole and not value.isdecimal():
+                raise InputError(f"{variable}={value} is no whole number: unset it")
         ranks, given = _resolve(arguments)
         alone = ranks.launcher == "none" and not {"-h", "--help", "--dry-run"} & set(given)
         if alone:
@@ -210,7 +210,11 @@ def _refuse_wrong_number(
     if ranks.launcher != "none":
         way_out = ""
         if ranks.launcher == "slurm" and ranks.world_size == 1:
-            way_out = "; if Slurm started your notebook or shell, unset SLURM_PROCID first"
+            tasks = needed or options.nproc or 2
+            way_out = (
+                f"; for more give srun --ntasks-per-node={tasks}; if Slurm started your notebook or "
+                "shell, unset SLURM_PROCID first"
+            )
         if needed not in (None, ranks.world_size):
             raise InputError(
                 f"{name} with these options needs {what}, but {ranks.launcher} started "

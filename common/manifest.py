@@ -31,10 +31,14 @@ _ENVIRONMENT = (
     "NCCL_SOCKET_IFNAME",
     "OMP_NUM_THREADS",
     "PYTHONHASHSEED",
-    "SLURM_JOB_NUM_NODES",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )
-_START = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+_START = (
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NUM_NODES",  # an elastic job's may change
+    "SLURM_RESTART_COUNT",
+    "TORCHELASTIC_RESTART_COUNT",
+)
 
 
 def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) -> dict[str, Any]:

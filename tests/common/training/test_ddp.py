@@ -388,7 +388,7 @@ def settle_leaves_no_trace(ranks: Ranks) -> bool:
 def test_a_batch_that_batch_norm_refuses_is_bad_input(compiled: bool) -> None:
     model: Any = nn.Sequential(nn.Conv2d(1, 4, 8), nn.BatchNorm2d(4))
     model = torch.compile(model) if compiled else model
-    with pytest.raises(InputError, match=r"a batch of 1 samples of \(1, 8, 8\): Expected more"):
+    with pytest.raises(InputError, match=r"1 samples of \(1, 8, 8\): Expected more .*--norm group"):
         warm_up(model, torch.randn(1, 8, 8), 1)
 
 

@@ -803,8 +803,9 @@ def test_an_array_on_one_node_shares_no_port(submit: Submitter) -> None:
 
 
 def test_an_array_over_seeds(submit: Submitter) -> None:
-    """As the README says it."""
+    """As the README says it, each in a folder that its number names."""
     wrap = "bash slurm/train.sbatch ddp_launch --epochs 1 --seed $SLURM_ARRAY_TASK_ID"
+    wrap += f" --output-dir {submit.folder}/arr_$SLURM_ARRAY_TASK_ID"
     array = submit.cluster.run(
         "sbatch",
         "--parsable",
@@ -814,7 +815,7 @@ def test_an_array_over_seeds(submit: Submitter) -> None:
         f"--wrap={wrap}",
         env={"RUNS": str(submit.folder)},
     ).stdout.strip()
-    runs = [submit.folder / "ddp_launch" / f"slurm-{array}_{task}" for task in (0, 1)]
+    runs = [submit.folder / f"arr_{task}" for task in (0, 1)]
     jobs = [
         Job(submit.cluster, f"{array}_{task}", submit.folder / f"{task}.log", run)
         for task, run in enumerate(runs)
