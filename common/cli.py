@@ -212,8 +212,8 @@ def _refuse_wrong_number(
         if ranks.launcher == "slurm" and ranks.world_size == 1:
             tasks = needed or options.nproc or 2
             way_out = (
-                f"; for more give srun --ntasks-per-node={tasks}; if Slurm started your notebook or "
-                "shell, unset SLURM_PROCID first"
+                f"; for more give srun --ntasks-per-node={tasks}; "
+                "if Slurm started your notebook or shell, unset SLURM_PROCID first"
             )
         if needed not in (None, ranks.world_size):
             raise InputError(
