@@ -1,6 +1,5 @@
 """What make image tells the container engine, without an engine."""
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -20,6 +19,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("tools", "docker"):
         (tree / name).symlink_to(ROOT / name)
     shutil.copy(ROOT / "Makefile", tree)
+    subprocess.run(["git", "-C", tree, "add", "."], check=True)
     (tree / "recipes" / "mine").mkdir(parents=True)
     for name in (".env", "new.py"):
         (tree / "recipes" / "mine" / name).touch()
@@ -41,10 +41,11 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_source_has_no_credentials_and_new_files_are_named(
     tree: Path, origin: str, label: str
 ) -> None:
-    config = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "remote.origin.url"}
-    env = {**clean_env(), **config, "GIT_CONFIG_VALUE_0": origin, "PATH": os.environ["PATH"]}
+    subprocess.run(["git", "-C", tree, "config", "remote.origin.url", origin], check=True)
     command = ["make", "-s", "image", "DOCKER=echo"]
-    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=tree, env=clean_env(), capture_output=True, text=True, check=True
+    )
     before, found, after = done.stdout.partition("org.opencontainers.image.source=")
     assert (after.split()[0] if found else "") == label, before
     named = "files that are not in git go into the image: recipes/mine/new.py"
