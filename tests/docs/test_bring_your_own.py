@@ -700,6 +700,19 @@ def test_metrics_go_by_their_names(pool: Pool) -> None:
         pool.run(in_group, 1, evaluated, called_total, False)
 
 
+def test_a_metric_whose_name_is_no_text_is_named() -> None:
+    """JSON would write 5 and "5" as one name."""
+
+    def found(_ranks: Ranks) -> Evaluation:
+        def score(_model: nn.Module, batch: Tensor) -> Any:
+            return {5: batch, "5": batch}
+
+        return evaluate(nn.Identity(), torch.arange(9.0).split(3), 9, score=score)
+
+    with pytest.raises(TrainingError, match="a metric called 5, which is no text: call it '5'"):
+        in_group(Ranks(), found)
+
+
 @pytest.mark.parametrize(("share", "correct"), [(1.0, 45), (0.5, None)])
 def test_samples_are_counted_as_correct_only_if_each_is_right_or_wrong(
     share: float, correct: int | None
