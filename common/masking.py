@@ -23,7 +23,8 @@ _KNOWN = re.compile(
     rf"""(?ix)
     ( \w:// ) [^/\s'"]+ (?=@)                                   # the user part of a URL
     | ( [?&;] (?:{_STRONG}|{_WEAK}) = ) [^&\s'";]+               # of its query
-    | ( \b (?:bearer|basic) \s+ ) (?=[^\s'"]*[^\sa-z'"]|[^\s'"]{{12}}) [^\s'"]+
+    | ( \b authorization ['"]? \s* [:=] \s* ['"]? (?: [a-z]+ [ ] )? ) [^\s'"]+
+    | ( \b (?: bearer | basic (?= \s+ [^\s'"]* (?-i: \d | = | [a-z][A-Z] ) ) ) \s+ ) [^\s'"]+
     | \b (?: gh[pousr]_ | github_pat_ | glpat- | hf_ | xox[abp]- | sk- | AKIA ) [\w-]{{8,}}"""
 )
 _RUN = re.compile(r"(?<![\w+/=.-])(?<!sha256:)[A-Za-z0-9+_-]{20,}={0,2}(?![\w.])")
@@ -130,7 +131,7 @@ def _hidden(found: "re.Match[str]", *, strong: bool) -> str:
 def _plain(text: str) -> str:
     """The text without what is a secret wherever it stands."""
     text = _OPTION.sub(r"\1***", text)
-    text = _KNOWN.sub(lambda found: f"{found[1] or found[2] or found[3] or ''}***", text)
+    text = _KNOWN.sub(lambda found: f"{found[found.lastindex] if found.lastindex else ''}***", text)
     return _RUN.sub(lambda found: "***" if _is_random(found[0]) else found[0], text)
 
 

@@ -65,10 +65,11 @@ def refuse_faults(faults: Sequence[str]) -> None:
     for line in lines[:20]:
         log.warning(line)
     if len(lines) > 20:
-        file = NamedTemporaryFile("w", prefix="bad-images-", suffix=".txt", delete=False)  # noqa: SIM115
-        with file:
-            file.write("\n".join([*lines, ""]))
-        where = f"; all are in {file.name}"
+        with suppress(OSError):  # no room: the others are named when these are gone
+            file = NamedTemporaryFile("w", -1, "utf-8", None, ".txt", "bad-images-", delete=False)  # noqa: SIM115
+            with file:
+                file.write("\n".join([*lines, ""]))
+            where = f"; all are in {file.name}"
     raise InputError(f"{len(lines)} images cannot be used{where}; the first: {lines[0]}")
 
 
