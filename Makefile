@@ -154,10 +154,15 @@ bench: $(if $(filter peers,$(WHAT)),$(INSTALLED_PEERS),$(INSTALLED_DEV)) ## Meas
 
 COMMIT = $(or $(shell git rev-parse HEAD 2>/dev/null),unknown)
 DIRTY = $(if $(shell git status --porcelain common docker recipes tools 2>/dev/null),-dirty)
-SOURCE = $(shell git remote get-url origin 2>/dev/null | sed 's,//[^/@]*@,//,')
+# Without credentials, and not a path on this machine.
+SOURCE = $(shell git remote get-url origin 2>/dev/null | \
+	sed -nE 's/[?].*//; s,^(https?|ssh|git)://(.*@)?,\1://,p; t; s,^.*@([^/:]+:),\1,p')
+IN_IMAGE = common docker recipes tools $(if $(filter development,$(TARGET)),benchmarks docs slurm tests)
+NEW_FILES = $(shell git ls-files --others -- $(IN_IMAGE) 2>/dev/null | grep -vE '(^|/)(\.|__pycache__/)')
 
 image: ## Build the image of a stack: make image [STACK=cu130] [TARGET=development]
 	@test -f $(LOCK) || { echo "error: no stack $(STACK): STACK is one of $(STACKS)" >&2; exit 2; }
+	@$(if $(NEW_FILES),echo 'files that are not in git go into the image: $(NEW_FILES)' >&2)
 	@$(DOCKER) build --file docker/Dockerfile --target $(or $(TARGET),runtime) --tag $(IMAGE) \
 		--build-arg STACK=$(STACK) --build-arg COMMIT=$(COMMIT)$(DIRTY) \
 		--build-arg SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct || echo 0) \

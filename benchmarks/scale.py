@@ -53,13 +53,11 @@ OPTIONS = {"nproc": 2, "num-workers": 2, "image-size": 32, "global-batch-size": 
 RANKS = (2, 8, 32, 64)
 STARTS = {
     "folder": "folder",
-    "kept": "folder, `--data-index` kept",
     "packed": "packed",
 }
 READERS = {
     "folder": "`--data imagefolder`",
     "packed": "`--data packed`",
-    "blocks": "`--data packed --shuffle-block 64`",
     "memory": "from memory, without reading",
     "ImageFolder": "torchvision's ImageFolder",
     "WebDataset": "WebDataset, a buffer of 1,000",
@@ -89,9 +87,8 @@ def options_of(kind: str, folder: Path, count: int) -> list[str]:
     """How a recipe is told what to train on."""
     if kind == "packed":
         return ["--data", "packed", "--data-path", str(folder / f"{count}.packed")]
-    index = ["--data-index", str(folder / f"{count}.index")] if kind == "kept" else []
     path = str(folder / str(count))
-    return ["--data", "imagefolder", "--data-path", path, "--no-verify-images", *index]
+    return ["--data", "imagefolder", "--data-path", path, "--no-verify-images"]
 
 
 def command(kind: str, folder: Path, count: int, out: Path) -> list[str]:
@@ -287,7 +284,6 @@ def speed_of_reader(reader: str, root: Path, side: int, count: int) -> float:
         verify_images=False,
         num_workers=WORKERS,
         image_size=side,
-        shuffle_block=64 if reader == "blocks" else 0,
     )
     with process_group(Ranks(), CPU, "gloo", 600):
         data = load_data(options, 0, Ranks())
@@ -320,9 +316,8 @@ def measure_starts(folder: Path, rounds: int) -> dict[str, Any]:
     for count in COUNTS:
         write_images(folder / str(count), count)
         pack.pack(folder / str(count), folder / f"{count}.packed", 2**30, 0, 90)
-        time.sleep(3)  # else a kept list would be of folders that have just changed
         for kind in STARTS:
-            start(kind, folder, count)  # fills the page cache, and keeps the list
+            start(kind, folder, count)  # fills the page cache
     with progress_bar(len(COUNTS) * len(STARTS) * (rounds + 1), unit="start", keep=False) as bar:
         for count in COUNTS:
             for kind in STARTS:
@@ -459,8 +454,8 @@ def tables(result: dict[str, Any]) -> list[dict[str, Any]]:
 def on_page(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Without the rows of 100,000 images, which the figure shows, and others in between."""
     starts, reading, ranks = result["tables"]
-    few, some, _ = (f"{count:,}" for count in COUNTS)
-    shown = [row for row in starts["rows"] if row[1] != some and row[:2] != [STARTS["kept"], few]]
+    _, some, _ = (f"{count:,}" for count in COUNTS)
+    shown = [row for row in starts["rows"] if row[1] != some]
     return [
         {**starts, "rows": shown},
         reading,

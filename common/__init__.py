@@ -29,7 +29,7 @@ Where to change what. Each room and file imports only from those below it; a tes
       loaders           the DataLoader's options; from a data set to a rank's batches
       datasets          digits, photos, Fashion-MNIST, CIFAR-10, fake data; augmentation
       packed            photos in a few tar files, read by index, copied to each host's own disk
-      image_folder      which photos are in a folder; which of them validate; --data-index
+      image_folder      which photos are in a folder; which of them validate
       decode            a photo as a tensor: decoded, checked, cut out
       array_file        arrays that all processes map
       workers           --num-workers: by the cores, by the room in /dev/shm, measured, or kept
@@ -80,6 +80,7 @@ Where to change what. Each room and file imports only from those below it; a tes
     run_status          status.json: whether a run goes on, or how it ended
     stack               which versions of torch, CUDA and NCCL belong together
     git                 changed files and their diff, without secrets
+    masking             what is hidden in texts: secrets; control characters in names from data
     option_rules        which options may change on a resume, or are new; least values
     output_folder       --output-dir: made, or why it cannot be
     reading             JSON and folders that are read, or closed to this user

@@ -6,6 +6,7 @@ import re
 import resource
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -27,7 +28,8 @@ from common.stack import check_versions
 C = TypeVar("C")
 
 # Before torch is imported: it warns about every connection from a host without a reverse name.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+os.environ.setdefault(_LOG_LEVEL, "ERROR")
 
 
 def start(name: str, arguments: Sequence[str]) -> int:
@@ -39,6 +41,10 @@ def start(name: str, arguments: Sequence[str]) -> int:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if files < 64:
             raise InputError(f"a process may open {files} files here, too few: ulimit -n 1024")
+        for variable, value in os.environ.items():  # torch would abort
+            whole = re.fullmatch(r"TORCH_(FR|NCCL)_\w*(SIZE|SEC|MS)", variable)
+            if whole and not value.isdecimal():
+                raise InputError(f"{variable}={value} is no whole number: unset it")
         ranks, given = _resolve(arguments)
         alone = ranks.launcher == "none" and not {"-h", "--help", "--dry-run"} & set(given)
         if alone:
@@ -61,9 +67,27 @@ def start(name: str, arguments: Sequence[str]) -> int:
         recipe = import_module(f"recipes.{name}.train")
     except ImportError as error:
         return refuse_missing(error)
+    except Exception as error:
+        return report(_of_a_variable(error) or error, Ranks())
     gc.freeze()
     gc.enable()
+    if not hasattr(recipe, "main"):
+        lacks = f"recipes/{name}/train.py has no main(arguments): copy that of ddp_launch"
+        return report(InputError(lacks), Ranks())
     return int(recipe.main(arguments))
+
+
+def _of_a_variable(error: Exception) -> InputError | None:
+    """What is said if torch cannot be imported, perhaps because of a variable; None: it can."""
+    names = [n for n in sorted(os.environ) if re.match("(PY)?TORCH", n) and n != _LOG_LEVEL]
+    last = [frame.filename for frame in traceback.extract_tb(error.__traceback__)[-3:]]
+    if not names or not any("/torch/" in file for file in last):
+        return None
+    said = next(iter(str(error).strip().splitlines()), "")
+    return InputError(
+        f"torch cannot be imported ({type(error).__name__}: {said}): correct or unset "
+        f"{' or '.join(names)}"
+    )
 
 
 def run(
@@ -144,7 +168,12 @@ def run(
 
 def _launched(name: str) -> str:
     """The constant LAUNCHED of a recipe: its values are in recipes/__main__.py."""
-    return str(import_module(f"recipes.{name}").LAUNCHED)
+    try:
+        return str(import_module(f"recipes.{name}").LAUNCHED)
+    except AttributeError:
+        raise InputError(
+            f"recipes/{name}/__init__.py is missing, or has no LAUNCHED: copy that of ddp_launch"
+        ) from None
 
 
 def _resolve(arguments: Sequence[str]) -> tuple[Ranks, list[str]]:
@@ -189,7 +218,11 @@ def _refuse_wrong_number(
     if ranks.launcher != "none":
         way_out = ""
         if ranks.launcher == "slurm" and ranks.world_size == 1:
-            way_out = "; if Slurm started your notebook or shell, unset SLURM_PROCID first"
+            tasks = needed or options.nproc or 2
+            way_out = (
+                f"; for more give srun --ntasks-per-node={tasks}; "
+                "if Slurm started your notebook or shell, unset SLURM_PROCID first"
+            )
         if needed not in (None, ranks.world_size):
             raise InputError(
                 f"{name} with these options needs {what}, but {ranks.launcher} started "

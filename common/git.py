@@ -10,19 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from common import ROOT
-
-# The value of an option with such a name; in a file, a string that is given to such a name, or a
-# word with letters and digits; the user part of a URL; tokens with a known prefix; private keys.
-_SECRET = re.compile(
-    r"""(?ixs)
-    ( --[\w-]{,40}(?:token|secret|passw|credential|key)[\w-]* [=\s]+ ) (?: '[^']*' | \S+ )
-    | ( (?:token|secret|passw|credential|(?:api|access|private)_?key)[\w-]* ["']? \s* [=:] \s* )
-      (?: "[^"\n]+" | '[^'\n]+' | (?=\S*\d) (?=\S*[a-z]) [^\s"'(){},.;\[\]]{6,} (?![^\s,;]) )
-    | ( \w:// ) [^/\s@']+ (?=@)
-    | ( \b bearer \s ) \S+
-    | \b (?: gh[pousr]_ | github_pat_ | glpat- | hf_ | xox[abp]- | sk- | AKIA ) [\w-]{8,}
-    | (?<=PRIVATE\ KEY-----) .*? (?=-----END)"""
-)
+from common.masking import masked_diff
 
 _PRIVATE = re.compile(r"(^|/)(\.env|\.netrc|id_\w+$)|\.(key|pem)$")
 """Files whose content is never kept."""
@@ -80,13 +68,8 @@ def changes() -> bytes:
             diff += "".join(f"+{line}\n" for line in lines)
         if len(diff) > _MOST_BYTES:
             break
-    kept = without_secrets(diff[: 2 * _MOST_BYTES]).encode()
+    kept = masked_diff(diff[: 2 * _MOST_BYTES]).encode()
     return kept if len(kept) <= _MOST_BYTES else kept[:_MOST_BYTES] + b"\ncut here: too long\n"
-
-
-def without_secrets(text: str) -> str:
-    """The text with `***` in place of tokens and passwords."""
-    return _SECRET.sub(r"\1\2\3\4***", text)
 
 
 def code_files() -> dict[str, str]:

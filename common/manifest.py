@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from common import log
 from common.fingerprint import fingerprint, unlike
-from common.git import without_secrets
 from common.group.collectives import gather
 from common.identity import differences
 from common.kernels import PORTABLE
 from common.launch.process import command_line
 from common.machine import describe_machine
+from common.masking import masked_command
 
 # Never the whole environment: it may hold credentials.
 _ENVIRONMENT = (
@@ -27,10 +27,14 @@ _ENVIRONMENT = (
     "MKL_NUM_THREADS",
     "OMP_NUM_THREADS",
     "PYTHONHASHSEED",
-    "SLURM_JOB_NUM_NODES",
     "TORCH_DIST_USE_NCCL2",
 )
-_START = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+_START = (
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NUM_NODES",  # an elastic job's may change
+    "SLURM_RESTART_COUNT",
+    "TORCHELASTIC_RESTART_COUNT",
+)
 
 
 def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) -> dict[str, Any]:
@@ -59,7 +63,7 @@ def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) 
             )
             break
     return {
-        "command": without_secrets(command_line()),
+        "command": masked_command(command_line()),
         **describe_machine(),
         "gpus": [name for _, names, _ in ranks for name in names],
         "world_size": len(ranks),
@@ -88,7 +92,7 @@ def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) 
 def environment() -> dict[str, str]:
     """The variables that may decide a result, and all of NCCL's, without secrets."""
     kept = (n for n in os.environ if n in _ENVIRONMENT or n.startswith(("NCCL_", "TORCH_NCCL_")))
-    pairs = (without_secrets(f"{name}={os.environ[name]}") for name in sorted(kept))
+    pairs = (masked_command(f"{name}={os.environ[name]}") for name in sorted(kept))
     return dict(pair.split("=", 1) for pair in pairs)
 
 

@@ -31,6 +31,11 @@ def parse(name: str, config_class: type[C], arguments: Sequence[str]) -> tuple[L
     both.__doc__ = " "
     found = [option for kind in (LaunchOptions, *kinds.values()) for option in fields(kind)]
     names = [option.name for option in found]
+    if taken := [name for name in names if names.count(name) > 1]:
+        raise InputError(
+            f"--{taken[0].replace('_', '-')} is an option of two groups of "
+            f"{config_class.__qualname__}: give one another name"
+        )
     names += [f"no-{option.name}" for option in found if option.type in (bool, "bool")]
     with input_errors([f"--{name.replace('_', '-')}" for name in names]):
         if {"-h", "--help"} & set(arguments):  # tyro would join the lines of each paragraph

@@ -73,19 +73,14 @@ def refuse_closed(option: str, *paths: Path) -> None:
                 )
 
 
-def files_below(
-    option: str, folder: Path | str, looked_into: dict[str, int] | None = None
-) -> Iterator["os.DirEntry[str]"]:
+def files_below(option: str, folder: Path | str) -> Iterator["os.DirEntry[str]"]:
     """All files below a folder, sorted, and links to no file or to a folder; no hidden folders.
 
     Links to folders are not followed, because they can lead in circles. A closed sub-folder is
     refused; Path.rglob would leave it out. Pipes, sockets and devices are left out: who opens a
     pipe waits for its writer. A file that is no link costs no question to the file system: its
-    kind comes with the folder's list. `looked_into` receives the names of all folders, and when
-    their lists of files had last changed before they were read.
+    kind comes with the folder's list.
     """
-    if looked_into is not None:
-        looked_into[str(folder)] = changed_ns(folder)
     try:
         with os.scandir(folder) as found:
             entries = sorted(found, key=attrgetter("name"))
@@ -95,17 +90,9 @@ def files_below(
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             if not entry.name.startswith("."):
-                yield from files_below(option, entry.path, looked_into)
+                yield from files_below(option, entry.path)
         elif entry.is_file(follow_symlinks=False) or (entry.is_symlink() and _is_no_pipe(entry)):
             yield entry
-
-
-def changed_ns(folder: Path | str) -> int:
-    """When a folder's list of files changed last; 0: it is gone."""
-    with suppress(OSError):
-        status = Path(folder).stat()
-        return max(status.st_mtime_ns, status.st_ctime_ns)
-    return 0
 
 
 def _is_no_pipe(link: "os.DirEntry[str]") -> bool:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from common import log
 from common.launch.ranks import Ranks
+from common.masking import printable
 
 tqdm.set_lock(threading.RLock())  # tqdm's default lock is a semaphore, which a killed rank leaks
 
@@ -59,8 +60,9 @@ def progress_bar(
 
 def show_table(rows: dict[str, Any]) -> None:
     """Show names and values, one pair per line."""
-    width = max(map(len, rows))
-    lines = (f"  {name:<{width}}  {_shown(name, value)}" for name, value in rows.items())
+    shown = {printable(name): printable(_shown(name, value)) for name, value in rows.items()}
+    width = max(map(len, shown))
+    lines = (f"  {name:<{width}}  {value}" for name, value in shown.items())
     log.info("\n".join(["", *lines, ""]))
 
 
@@ -82,7 +84,7 @@ class _Terminal(logging.Handler):
         with suppress(OSError, ValueError):  # training continues without a terminal
             beside = tqdm.external_write_mode if sys.stderr.isatty() else nullcontext
             with beside(_Bars(sys.stderr)):  # keeps the progress bars intact
-                print(f"{mark}{record.getMessage()}", flush=True)
+                print(printable(f"{mark}{record.getMessage()}", keep="\n\t"), flush=True)
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,8 @@ def _unused(values: Mapping[str, Any]) -> dict[str, str]:
         )
     if data != "imagefolder":
         found["verify_images"] = "only --data imagefolder has image files: leave it out"
-        found["data_index"] = "only --data imagefolder lists files: leave it out"
     if data != "packed":
         found["data_local"] = "only --data packed is copied: leave it out"
-        found["shuffle_block"] = "only --data packed has blocks: leave it out"
     if model == "convnet":
         for name in ("stem", "zero_init_residual"):
             found[name] = "only ResNets have it: give --model resnet18, or leave it out"

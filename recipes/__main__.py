@@ -36,7 +36,8 @@ COMMANDS = {
 def recipes() -> dict[str, str]:
     """Name of each recipe to the first line of its train.py, read without importing torch."""
     files = sorted(Path(__file__).parent.glob("*/train.py"))
-    return {file.parent.name: file.read_text().splitlines()[0].strip('"') for file in files}
+    first = {file.parent.name: file.read_text().partition("\n")[0] for file in files}
+    return {name: line.strip('"') for name, line in first.items()}
 
 
 def show(known: dict[str, str]) -> None:
@@ -44,7 +45,8 @@ def show(known: dict[str, str]) -> None:
     print("usage: python -m recipes NAME [--nproc N] [options]")
     print("       python -m recipes NAME --help               lists the options\n")
     for recipe, line in known.items():
-        launched = LAUNCHED[import_module(f"recipes.{recipe}").LAUNCHED]
+        how = getattr(import_module(f"recipes.{recipe}"), "LAUNCHED", "")
+        launched = LAUNCHED.get(how, "not yet: its __init__.py has no LAUNCHED")
         print(f"  {recipe:<20} {line}\n  {'':<20} launched: {launched}")
     print()
     for command, line in COMMANDS.items():

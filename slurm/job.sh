@@ -57,7 +57,8 @@ for word in "${options[@]}"; do # given by the user, it wins
         given+=("$word")
         continue
     fi
-    [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || fail "all tasks of the array would share --output-dir $run: leave it out"
+    [[ -z ${SLURM_ARRAY_TASK_ID:-} || $run =~ (^|[^0-9])$SLURM_ARRAY_TASK_ID([^0-9]|$) ]] ||
+        fail "all tasks of the array would share --output-dir $run: leave it out, or give a folder with \$SLURM_ARRAY_TASK_ID in its name"
 done
 [[ ! $next ]] || fail "--output-dir needs a folder"
 options=("${given[@]}")

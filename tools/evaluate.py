@@ -26,8 +26,15 @@ import torch
 from common import cli, log
 from common.data.batches import DeviceBatches
 from common.data.datasets import Data, DataOptions, LoaderOptions, load_data
-from common.data.decode import verify
-from common.data.image_folder import ImageFiles, class_names, images_and_others, left_out
+from common.data.decode import faults_of, refuse_faults
+from common.data.image_folder import (
+    ImageFiles,
+    class_names,
+    images_and_others,
+    left_out,
+    listed,
+    refuse_images_twice,
+)
 from common.data.loaders import make_loader
 from common.data.packed import INDEX
 from common.data.stream import FixedBatches, Samples, eval_batch_size
@@ -43,6 +50,7 @@ from common.launch.process import run_rank
 from common.launch.ranks import Ranks, resolve
 from common.launch.start import LaunchOptions, launch
 from common.machine import describe_machine
+from common.masking import printable
 from common.parse import given_path
 from common.reading import refuse_closed
 from common.run.begin import device_in_words
@@ -115,13 +123,20 @@ def photos(run: Trained, folder: Path, ranks: Ranks) -> Samples:
                 f"--data-path {folder} holds {', '.join(sorted(unknown))}, but the classes of the "
                 f"run are {', '.join(run.classes)}"
             )
+        if missing := set(run.classes) - set(names):
+            log.warning(f"--data-path {folder} has no images of {listed(missing)}")
+        refuse_images_twice([folder], names)
         found = {name: images_and_others(folder / name) for name in names}
         files = [(path, name) for name, (images, _) in found.items() for path in images]
         if others := [path for _, more in found.values() for path in more]:
             log.info(left_out(others))
         mine = files[ranks.rank :: ranks.world_size]
         refuse_unusable([path for path, _ in mine], run.channels)
-        verify(mine, show_progress=ranks.is_main)
+        faults = faults_of(mine, show_progress=ranks.is_main)
+    faults = [fault for part in gather(faults) for fault in part]
+    with agreed():
+        if ranks.is_main:
+            refuse_faults(faults)
     labelled = [(path, run.classes.index(name)) for path, name in files]
     return Samples(ImageFiles(labelled, run.prepared), range(len(files)), 0)
 
@@ -156,7 +171,7 @@ def load_classifier(
     given: argparse.Namespace, run: Trained, ranks: Ranks, device: torch.device
 ) -> tuple[Parts, bool]:
     """A classifier of images, and whether the samples are the run's own. Calls collectives."""
-    own_data = {"download": False, "verify_images": False, "data_index": None, "data_local": None}
+    own_data = {"download": False, "verify_images": False, "data_local": None}
     options = run.options(DataOptions, num_workers=given.num_workers, **own_data)
     with agreed():
         model, dtype = run.model(given.weights, device)
@@ -211,6 +226,7 @@ def evaluate_run(given: argparse.Namespace, run: Trained, recipe: Any, ranks: Ra
         lines = [f"{found.total} {what}, {where}", ""]
         width = max(12, *map(len, result))
         lines += [f"  {name:<{width}}  {value}" for name, value in result.items()]
+        lines = [printable(line) for line in lines]
         text = "\n".join([*lines, "", compared] if compared else lines)
     with printing():
         print(text, flush=True)

@@ -5,8 +5,8 @@
 
 Every image is decoded once, and refused if that fails. Without --largest-side the images are stored
 as they are, and training gives the same bits as on the folder. The tar files are those of
-WebDataset (000000123.jpg, 000000123.cls), beside one index. An interrupted command goes on where it
-was. The same folder gives the same bytes.
+WebDataset (000000123.jpg, 000000123.cls), beside one index. OUT.part
+becomes OUT at the end. The same folder gives the same bytes.
 
     make pack DATA=shards                       only index tar files that WebDataset made, in
                                                 shards/, or in its train/ and val/
@@ -14,15 +14,15 @@ was. The same folder gives the same bytes.
     make pack OUT=photos.packed ARGS=--verify   compare every image with its checksum
 """
 
-import fcntl
 import hashlib
 import io
 import json
+import os
+import shutil
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby
@@ -34,25 +34,22 @@ import PIL
 from numpy.typing import NDArray
 
 from common.data.array_file import Texts, write_arrays
-from common.data.decode import image_fault, is_image, refuse_faults
+from common.data.decode import SUFFIXES, image_fault, is_image, refuse_faults
 from common.data.image_folder import Files, Header, Listing, list_images
 from common.data.packed import HEAD, INDEX, RESTORE, Pack, Shard
 from common.errors import InputError, TrainingError
 from common.launch.capacity import usable_cores
-from common.launch.report import say
+from common.launch.ranks import Ranks
 from common.option_rules import refuse_below
 from common.parse import given_path, input_errors
-from common.reading import read_json, refuse_closed
+from common.reading import refuse_closed
 from common.run.claim import refuse_in_data
-from common.terminal import progress_bar
-from common.writing import write_bytes, write_file, write_json, writing
+from common.terminal import progress_bar, set_up_logs
+from common.writing import write_file, writing
 from tools.command import Parser, attempt
 
 BLOCK = 512
 """A tar file consists of blocks of so many bytes."""
-
-BEGUN = "packing.json"
-"""In a folder that is being packed: what is packed into it, and how."""
 
 WINDOW = 512
 """Images that are in memory at once."""
@@ -87,66 +84,50 @@ def smaller(content: bytes, largest_side: int, quality: int) -> bytes:
 
 
 def pack(folder: Path, out: Path, shard_bytes: int, largest_side: int, quality: int) -> str:
-    """Pack the images of `folder` into `out`, or go on with it; returns what to say of it."""
+    """Pack the images of `folder` into `out`; returns what to say of it."""
+    out = out.resolve()  # it may be a link to an empty folder
     refuse_in_data(out, folder, "OUT", "DATA")
-    listing, copy = list_images(folder, show_progress=True)
+    listing, _ = list_images(folder, show_progress=True)
     made: dict[str, Any] = {"shard_bytes": shard_bytes, "of": listing.fingerprint}
     if largest_side:
         made |= {"largest_side": largest_side, "quality": quality, "pillow": PIL.__version__}
     if (out / INDEX).exists():
-        found = Pack(out, check=False).made
+        found = Pack(out, check=True).made
         if {**made, "sha256": found["sha256"]} != found:
             raise InputError(
                 f"{out} is a pack of other images, or made otherwise: give another OUT"
             )
-        remove_what_packing_leaves(out)  # it may have been killed just before
         return f"{out} is the pack of {folder} already"
-    with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
-    if not (out / BEGUN).exists() and (others := [path.name for path in out.iterdir()]):
-        raise InputError(f"{out} is not empty ({others[0]}): give another OUT")
-    with alone(out, {**made, "copy": copy}):
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out} is no empty folder: give another OUT")
+    if os.path.ismount(out):
+        raise InputError(f"{out} is a mount point, which cannot be renamed: give a folder in it")
+    part = out.with_name(f"{out.name}.part")
+    if os.path.lexists(part):
+        raise InputError(
+            f"{part} exists: another process packs into it, or was killed; then remove it"
+        )
+    with writing(part):
+        part.mkdir(parents=True)
+    try:
         resize = partial(smaller, largest_side=largest_side, quality=quality)
         records, shards = write_shards(
-            folder, out, listing, shard_bytes, resize if largest_side else None
+            folder, part, listing, shard_bytes, resize if largest_side else None
         )
         if largest_side:
             sizes = hash_of_sizes(listing.names, records["size"])
             listing = replace(listing, fingerprint=sizes)
-        write_index(out, listing, records, shards, made)
-        remove_what_packing_leaves(out)
+        write_index(part, listing, records, shards, made)
+        with writing(out):
+            part.rename(out)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
     size = sum(shard.bytes for shard in shards)
     return (
         f"packed {len(listing.labels):,} images of {len(listing.class_names)} classes into "
         f"{len(shards)} tar files ({size / 1e9:.1f} GB) in {out}"
     )
-
-
-def remove_what_packing_leaves(out: Path) -> None:
-    """Remove the files that only a pack that is not finished needs."""
-    for path in (*out.glob("*.part"), out / BEGUN):
-        path.unlink(missing_ok=True)
-
-
-@contextmanager
-def alone(out: Path, task: dict[str, Any]) -> Iterator[None]:
-    """Only one process packs into `out`, and always the same images in the same way."""
-    path = out / BEGUN
-    if not path.exists():
-        write_json(path, task)
-    elif read_json(path) != task:
-        raise InputError(
-            f"{out} holds a pack that was begun with other images or options: remove it, or give "
-            "another OUT"
-        )
-    with path.open("r+") as file:  # over NFS, only a file that is open for writing can be locked
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"another process is packing into {out}: wait for it") from None
-        except OSError as error:
-            say(f"warning: {out} cannot be locked ({error.strerror}): start one command at a time")
-        yield
 
 
 def write_shards(
@@ -156,10 +137,10 @@ def write_shards(
     shard_bytes: int,
     resize: Callable[[bytes], bytes] | None,
 ) -> tuple[NDArray[Any], list[Shard]]:
-    """Write the tar files that are missing; returns what the index says of images and tar files.
+    """Write the tar files; returns what the index says of images and tar files.
 
-    The images are cut into tar files by their sizes before they are resized, so that it is known
-    from the beginning which image goes where.
+    Raises:
+        InputError: names all images that cannot be decoded.
     """
     files, faults = Files(folder, listing.names, listing.labels), list[str]()
     records = np.empty(len(files), RECORD)
@@ -174,13 +155,13 @@ def write_shards(
             content = path.read_bytes()
             fault = image_fault(content, str(path))
             if fault is None and len(content) != listing.sizes[index]:
-                fault = f"{path} changed while it was packed"
+                fault = f"{path} changed while it was packed: pack again"
             if resize and not fault:
                 content = resize(content)
         except OSError as error:
-            fault = f"{path} cannot be read ({error.strerror or error})"
+            fault = f"{path} cannot be read ({error.strerror or error}): remove or replace it"
         except Exception as error:  # Pillow's encoders raise many types
-            fault = f"{path} cannot be made smaller ({error})"
+            fault = f"{path} cannot be made smaller ({error}): remove or replace it"
         faults.extend([fault] if fault else [])
         return index, content
 
@@ -192,22 +173,17 @@ def write_shards(
                 place = file.tell() - padded(len(content))
                 records[index] = record(number, place, content)
                 add(file, f"{index:09d}.cls", str(listing.labels[index]).encode())
-        refuse_faults(faults, "remove or replace it")
         file.write(bytes(2 * BLOCK))
 
     bar = progress_bar(len(files), unit="image", desc="packing", keep=False)
     shards: list[Shard] = []
     with bar, ThreadPoolExecutor(usable_cores()) as pool:
         for number, members in enumerate(np.split(order, cuts)):
-            tar, part = out / f"{number:06d}.tar", out / f"{number:06d}.part"
-            if tar.exists() and part.exists():
-                records[members] = np.fromfile(part, RECORD)
-                bar.update(len(members))
-            else:
-                contents = ahead(pool, content_of, members.tolist())
-                write_file(tar, partial(write, contents, number))
-                write_bytes(part, records[members].tobytes())
+            tar = out / f"{number:06d}.tar"
+            contents = ahead(pool, content_of, members.tolist())
+            write_file(tar, partial(write, contents, number))
             shards.append(described(out, tar.name))
+    refuse_faults(faults)
     return records, shards
 
 
@@ -287,6 +263,16 @@ def index(root: Path, suffix: str = "") -> str:
     if not all(groups):
         raise InputError(f"{root} holds no tar files: to pack a folder of images, give OUT, too")
     tars = [path for group in groups for path in group]
+    beside = [path for path in (*root.rglob("*.tar*"), *root.rglob("*.tgz")) if path not in tars]
+    if beside:
+        raise InputError(
+            f"{sorted(beside)[0]} would be left out: unpack a compressed tar file, and put all tar "
+            f"files into {root}, or into its train/ and val/"
+        )
+    for path in tars:
+        refuse_closed("DATA", path)
+        if not path.is_file():  # opening a pipe would wait for its writer
+            raise InputError(f"{path} is no file: remove it")
     counts, names, classes = list[int](), list[str](), list[str]()
     records, faults = list[tuple[int, ...]](), list[str]()
     with progress_bar(len(tars), unit="tar file", desc="indexing", keep=False) as bar:
@@ -299,15 +285,17 @@ def index(root: Path, suffix: str = "") -> str:
                 classes.append(label)
             counts.append(len(names))
             bar.update()
-    refuse_faults(faults, "pack it again without this image")
+    refuse_faults(faults)
     if not names:
         raise InputError(f"{tars[0]} holds no {name_of(suffix)}")
+    if not suffix and len({*classes}) == 1:
+        raise InputError(f"all images in {root} have one class ({classes[0]}), and not two")
     if any(classes) and (without := classes.count("")):
         raise InputError(
             f"{without} of {len(classes)} samples have no class (the first: "
             f"{names[classes.index('')]}): give all one, or none"
         )
-    if numbers := all(name.isdecimal() for name in classes):
+    if numbers := all(name.isdecimal() and len(name) < 19 for name in classes):
         classes = [str(int(name)) for name in classes]
     if numbers and not suffix:
         if (highest := max(map(int, classes))) >= MOST_CLASSES:
@@ -340,6 +328,9 @@ def samples_in(path: Path, suffix: str) -> Iterator[tuple[str, bytes, int, str]]
     """Name, content, place, class of each image (or file `suffix`) in a tar file of WebDataset.
 
     The files of a sample follow each other, and have the same name up to the first dot.
+
+    Raises:
+        InputError: the tar file is not whole, or holds something that would be left out.
     """
 
     def key(member: tarfile.TarInfo) -> str:
@@ -348,9 +339,9 @@ def samples_in(path: Path, suffix: str) -> Iterator[tuple[str, bytes, int, str]]
 
     try:
         with tarfile.open(path, "r:") as tar:
-            files = (member for member in tar if member.isfile())
+            files = (member for member in tar if is_file(member, path))
             for stem, members in groupby(files, key):
-                image, label = None, "" if suffix else None
+                image, label = None, None
                 for member in members:
                     taken = tar.extractfile(member)
                     content = taken.read() if taken else b""
@@ -368,17 +359,54 @@ def samples_in(path: Path, suffix: str) -> Iterator[tuple[str, bytes, int, str]]
                         said = said if isinstance(said, dict) else {}
                         known = [str(said[n]) for n in ("cls", "label", "class") if n in said]
                         label = label or next(iter(known), label)
-                if image and label is None:
+                if image and label is None and not suffix:
                     raise InputError(
                         f"{path}: {image[0]} has no class: add {stem.lstrip('/')}.cls to the tar "
                         "file, with its number"
                     )
-                if image and label is not None:
-                    yield *image, label
-    except (tarfile.TarError, ValueError) as error:
+                if image:
+                    yield *image, label or ""
+                elif label is not None:
+                    raise InputError(
+                        f"{path}: {stem.lstrip('/')} has a class and none of the "
+                        f"{name_of(suffix)}, which end in {suffix or ', '.join(sorted(SUFFIXES))}: "
+                        "add it to the tar file, beside its class"
+                    )
+            refuse_more(path, tar.offset)
+    except (tarfile.TarError, ValueError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{path} is no tar file as WebDataset makes them ({error})") from None
+
+
+def is_file(member: tarfile.TarInfo, path: Path) -> bool:
+    """Whether a member is a file, and not a folder. InputError: it is something else."""
+    if member.isdir() or (member.isreg() and not member.issparse()):
+        return member.isreg()
+    what = f"a link to {member.linkname}" if member.islnk() or member.issym() else "no plain file"
+    raise InputError(
+        f"{path}: {member.name} is {what}: make the tar file with files only (tar --dereference "
+        "--hard-dereference)"
+    )
+
+
+def refuse_more(path: Path, end: int) -> None:
+    """Raise InputError unless a tar file's members end at `end`, with zeros to the file's end.
+
+    Python's tarfile takes any damaged header for the end.
+    """
+    with path.open("rb") as file:
+        file.seek(end)
+        size = 0
+        while chunk := file.read(2**20):
+            if chunk.count(0) != len(chunk):
+                raise InputError(
+                    f"{path} is damaged at byte {end:,}, or other bytes follow its end there (tar "
+                    f"files that were joined): {RESTORE}"
+                )
+            size += len(chunk)
+    if size < 2 * BLOCK:
+        raise InputError(f"{path} is cut off: it does not end as a tar file does: {RESTORE}")
 
 
 def verify(root: Path) -> str:
@@ -400,7 +428,7 @@ def verify(root: Path) -> str:
     with bar, ThreadPoolExecutor(usable_cores()) as pool:
         for _ in ahead(pool, look, order):
             bar.update()
-    refuse_faults(faults, RESTORE)
+    refuse_faults(faults)
     kind = "samples" if found.made.get("suffix") else "images"
     return f"ok: {len(found):,} {kind} in {len(found.shards)} tar files are as they were packed"
 
@@ -409,6 +437,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run from a command line; returns the exit status."""
 
     def body() -> int:
+        set_up_logs(Ranks())
         parser = Parser("pack", __doc__)
         option = parser.add_argument
         option("data", type=given_path, metavar="DATA", help="folder of images, or of tar files")

@@ -31,6 +31,7 @@ from common.group.devices import choose_device
 from common.launch.capacity import usable_cores
 from common.launch.ranks import Ranks
 from common.launch.report import say
+from common.masking import printable
 from common.parse import given_path
 from common.reading import refuse_closed
 from common.run.begin import device_in_words
@@ -106,9 +107,9 @@ def refuse_not_finite(logits: Tensor, paths: Sequence[Path], weights: Path) -> N
 
 def row(path: Path, ranking: list[tuple[str, float]], widths: tuple[int, int]) -> str:
     """A line of the table."""
-    (best, probability), *others = ranking
+    (best, probability), *others = [(printable(name), value) for name, value in ranking]
     then = ", ".join(f"{name} {value:.4f}" for name, value in others)
-    line = f"{path!s:<{widths[0]}}  {best:<{widths[1]}}  {probability:>11.4f}  {then}"
+    line = f"{printable(path):<{widths[0]}}  {best:<{widths[1]}}  {probability:>11.4f}  {then}"
     return line.rstrip()
 
 
@@ -142,7 +143,7 @@ def predict(given: argparse.Namespace) -> int:
     say(f"{run.config['model']} of {run.folder}, {device_in_words(given.device, device)}")
     if others:
         say(left_out(others))
-    widths = max(len(str(path)) for path in paths), max(5, *map(len, classes))
+    widths = max(len(printable(p)) for p in paths), max(5, *(len(printable(c)) for c in classes))
     if not given.json:
         print(f"{'file':<{widths[0]}}  {'class':<{widths[1]}}  probability  then")
     faults: list[str] = []
@@ -155,7 +156,7 @@ def predict(given: argparse.Namespace) -> int:
     for part, images in batches_of(paths, run):
         for fault in (image for image in images if isinstance(image, str)):
             faults.append(fault)
-            show(f"warning: {fault}", sys.stderr)
+            show(f"warning: {printable(fault)}", sys.stderr)
         sound = [pair for pair in zip(part, images, strict=True) if isinstance(pair[1], Tensor)]
         if sound:
             logits = model(prepare(torch.stack([image for _, image in sound])))
@@ -172,7 +173,7 @@ def predict(given: argparse.Namespace) -> int:
     if faults:
         say(
             f"error: {len(faults)} of {len(paths)} images were not predicted; the first is "
-            f"{faults[0]}: remove or replace it"
+            f"{printable(faults[0])}: remove or replace it"
         )
     return STATUS_FAILED if faults else STATUS_FINISHED
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from common import run_status
 from common.errors import InputError
+from common.masking import printable
 from common.owner import owner_of
 from common.parse import given_path
 from common.reading import read_json, tail
@@ -128,12 +129,13 @@ def show(runs: Sequence[dict[str, Any]]) -> None:
     below = [""]
     for run in runs:
         damaged = "".join(f"\n    {name} cannot be read" for name in run.get("damaged", ()))
-        below.append(damaged + (f"\n    {run['error']}" if "error" in run else ""))
+        below.append(damaged + (f"\n    {printable(run['error'])}" if "error" in run else ""))
     show_rows([[*COLUMNS], *map(row, runs)], below)
 
 
 def show_rows(rows: Sequence[Sequence[str]], below: Sequence[str] = ()) -> None:
     """Print a table with aligned columns, and what belongs below each row."""
+    rows = [[printable(cell) for cell in cells] for cells in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for cells, more in zip_longest(rows, below, fillvalue=""):
         line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))

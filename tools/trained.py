@@ -119,14 +119,21 @@ def read(folder: Path, *, own: bool = False) -> Trained:
     seen, names = read_record(path, classes=list), folder / "class_indices.json"
     if preprocessing_sha256(seen) != summary.get("preprocessing_sha256"):
         raise InputError(
-            f"{path} is not what the run wrote (preprocessing_sha256 in summary.json): restore it, "
-            f"or run the run's command again with --output-dir {folder}, which writes it again"
+            f"{path} is not what the run wrote (preprocessing_sha256 in summary.json): restore it"
         )
     with reading(path):  # a user may rename classes
         if len(set(seen["classes"])) < len(seen["classes"]):
             raise ValueError("classes with the same name")
         if names.exists() and [*read_record(names).values()] != seen["classes"]:
             raise ValueError(f"other classes than in {names.name}")
+    trained_as = {name: place for place, name in enumerate(manifest.get("classes", []))}
+    for place, name in enumerate(seen["classes"]):
+        if trained_as.get(name, place) != place:
+            raise InputError(
+                f'{path}: "classes" has {name} as class {place}, which was class '
+                f"{trained_as[name]} in the training (classes in manifest.json): give the classes "
+                "new names, or restore their order"
+            )
     return Trained(folder, config, seen, summary, manifest)
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +17,7 @@ from common import log
 from common.data import decode, image_folder
 from common.data.array_file import Texts
 from common.data.packed import PackedImages, copied_once_per_host, open_on_all_ranks
-from common.data.stream import Blocks, Key, Samples
+from common.data.stream import Key, Samples
 from common.downloads import download_flower_photos, downloading
 from common.errors import InputError
 from common.group.collectives import agreed
@@ -78,15 +78,8 @@ class DataOptions(LoaderOptions):
     augment: bool = True
     """Change training images at random: digits and fake are shifted; fashion_mnist and cifar10
     shifted and mirrored; photos cut out, resized and mirrored."""
-    data_index: Path | None = may_change(None)
-    """imagefolder: keep the list of files in this file; the next run trusts it if no folder has
-    changed, without asking for any file's size. It does not notice a file that was overwritten in
-    its place."""
     data_local: Path | None = may_change(None)
     """packed: copy it to this folder first, once per host, such as a job's $TMPDIR."""
-    shuffle_block: int = 0
-    """packed: shuffle blocks of so many images that lie side by side, then the images of each 16
-    blocks [images]: for disks that are slow at random places. 0: shuffle all images."""
     image_size: int | None = None
     """Side of the square that the model sees [px].
     None: digits 8, fashion_mnist 28, cifar10 and fake 32, imagefolder and packed 224."""
@@ -95,7 +88,7 @@ class DataOptions(LoaderOptions):
         super().__post_init__()
         if self.data in ("imagefolder", "packed", *_TORCHVISION) and self.data_path is None:
             raise ValueError(f"--data {self.data} needs --data-path DIR")
-        refuse_below(self, image_size=4, shuffle_block=0)
+        refuse_below(self, image_size=4)
 
 
 @dataclass(frozen=True)
@@ -116,8 +109,6 @@ class Data:
     """Of each channel, for images that are bytes (`common.data.batches`); 0 to 1."""
     resize: Sequence[int] = ()
     """An image's shorter side, or both, before its middle is cut out [px]; empty: no images."""
-    blocks: Blocks | None = None
-    """What is drawn together: `--shuffle-block`."""
     held_out: Sequence[str] = ()
     """imagefolder and packed: the files to validate on, by their path in the folder."""
 
@@ -323,7 +314,7 @@ def image_folder_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
     with agreed():
         if ranks.is_main:
             download_flower_photos(options.data_path, wanted=options.download)
-    listing, copy = image_folder.list_once_per_host(options.data_path, ranks, options.data_index)
+    listing, copy = image_folder.list_once_per_host(options.data_path, ranks)
     files = image_folder.Files(options.data_path, listing.names, listing.labels)
     with agreed():
         parts = listing.split(seed)
@@ -344,11 +335,7 @@ def packed_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
     with agreed():
         parts = pack.listing.split(seed)
         sha256 = image_folder.fingerprint(pack.listing, pack.read)
-    data = _photos(options, seed, pack.listing, sha256, parts, partial(PackedImages, pack))
-    if options.shuffle_block:
-        blocks = Blocks(pack.in_order_of_the_disk(parts[0]), options.shuffle_block)
-        return replace(data, blocks=blocks)
-    return data
+    return _photos(options, seed, pack.listing, sha256, parts, partial(PackedImages, pack))
 
 
 def _photos(

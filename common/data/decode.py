@@ -1,19 +1,27 @@
 """Images as tensors: decoded, checked, cut to the size that a model sees."""
 
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from io import BytesIO
 from pathlib import Path
-from typing import cast
+from tempfile import NamedTemporaryFile
+from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from common import log
 from common.errors import InputError
+from common.masking import printable
 from common.reading import refuse_closed
 from common.terminal import progress_bar
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 _DEEP = ("I", "F")
 """Begin Pillow's modes of more than 8 bits per channel, which convert("RGB") cuts off."""
@@ -27,12 +35,11 @@ def is_image(name: str) -> bool:
     return bool(stem) and dot + ending.lower() in SUFFIXES
 
 
-def verify(files: Sequence[tuple[Path, object]], *, show_progress: bool) -> None:
-    """Decode the image of every (path, class) once, on all cores.
+def faults_of(files: Sequence[tuple[Path, object]], *, show_progress: bool) -> list[str]:
+    """What is wrong with images, and what to do: each (path, class) is decoded, on all cores.
 
     Raises:
-        InputError: names the first image that cannot be decoded, and counts the others; or the
-            first one that this user may not read.
+        InputError: this user may not read one.
     """
     bar = progress_bar(
         len(files), main=show_progress, unit="image", desc="checking images", keep=False
@@ -45,24 +52,35 @@ def verify(files: Sequence[tuple[Path, object]], *, show_progress: bool) -> None
             for fault in pool.map(lambda path: image_fault(path, str(path)), paths):
                 faults += [fault] if fault else []
                 bar.update()
-    refuse_faults(faults, "remove or replace it")
+    return faults
 
 
-def refuse_faults(faults: Sequence[str], advice: str) -> None:
-    """Raise InputError with the first of the faults and the number of the others, if any."""
-    if faults:
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise InputError(f"{faults[0]}{more}: {advice}")
+def refuse_faults(faults: Sequence[str]) -> None:
+    """Raise InputError if there are faults. 20 of them are shown; a file holds all, if more."""
+    if len(faults) < 2:
+        if faults:
+            raise InputError(faults[0])
+        return
+    lines, where = sorted({printable(fault) for fault in faults}), ""
+    for line in lines[:20]:
+        log.warning(line)
+    if len(lines) > 20:
+        with suppress(OSError):  # no room: the others are named when these are gone
+            file = NamedTemporaryFile("w", -1, "utf-8", None, ".txt", "bad-images-", delete=False)  # noqa: SIM115
+            with file:
+                file.write("\n".join([*lines, ""]))
+            where = f"; all are in {file.name}"
+    raise InputError(f"{len(lines)} images cannot be used{where}; the first: {lines[0]}")
 
 
 def image_fault(source: Path | bytes, name: str) -> str | None:
-    """What is wrong with an image file, or with its content; None: it can be decoded."""
+    """What is wrong with an image file, or its content, and what to do; None: nothing."""
     from PIL import Image, ImageOps
 
     try:
         with Image.open(source if isinstance(source, Path) else BytesIO(source)) as image:
             if image.mode.startswith(_DEEP):
-                return f"{name} has more than 8 bits per channel (mode {image.mode})"
+                return f"{name} has {_too_deep(image)}"
             # A JPEG is then decoded at this size, which is faster and still reads the whole file.
             image.draft("RGB", (max(1, image.width // 8), max(1, image.height // 8)))
             image.load()
@@ -74,9 +92,29 @@ def image_fault(source: Path | bytes, name: str) -> str | None:
         if isinstance(source, Path):
             refuse_closed("--data-path", source)
         raise
+    except Image.DecompressionBombError as error:
+        return f"{name} is larger than Pillow opens ({error}): make a smaller copy, or remove it"
     except Exception as error:  # Pillow's decoders raise many types
-        return f"{name} cannot be decoded as an image ({error})"
+        what = re.sub(r" <_io.*>$", "", " ".join(str(error).split()))  # says nothing of the file
+        return f"{name} cannot be decoded as an image ({what}): remove or replace it"
     return None
+
+
+def _too_deep(image: "Image.Image") -> str:
+    """What is said of an image of more than 8 bits per channel."""
+    values, how, kept = np.asarray(image), "a", "nothing is lost, because its values fit"
+    with np.errstate(all="ignore"):
+        fits = bool((values == values.astype(np.uint8)).all())
+    if not fits:
+        kept = "finer steps of grey are lost"
+        how = "((a - a.min()) * (255 / (a.max() - a.min())))"
+        if image.mode.startswith("I;16"):
+            how = "(a // 257)"
+    return (
+        f"more than 8 bits per channel (mode {image.mode}): replace it by a copy of 8 bits "
+        f"({kept}): from PIL import Image; import numpy; a = numpy.asarray(Image.open(FILE)); "
+        f"Image.fromarray({how}.astype('uint8')).save(COPY)"
+    )
 
 
 @cache

@@ -8,13 +8,12 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, Any, overload
 
 import numpy as np
@@ -24,15 +23,15 @@ from torch import Tensor
 
 from common import log
 from common.data.array_file import Texts, read_arrays, write_arrays
-from common.data.decode import SUFFIXES, decoded, is_image, verify
+from common.data.decode import SUFFIXES, decoded, faults_of, is_image, refuse_faults
 from common.errors import InputError, TrainingError
-from common.group.collectives import gather, together
+from common.group.collectives import agreed, gather, together
 from common.identity import CONTENTS
 from common.launch.ranks import Ranks
-from common.reading import changed_ns, files_below, refuse_closed
+from common.masking import printable
+from common.reading import files_below, refuse_closed
 from common.seeds import mix
 from common.terminal import progress_bar
-from common.writing import write_file
 
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
@@ -99,12 +98,10 @@ class Files(Sequence[tuple[Path, int]]):
         return self.root / name, int(self.labels[index])
 
 
-def list_images(
-    root: Path, *, show_progress: bool = False, looked_into: dict[str, int] | None = None
-) -> tuple[Listing, str]:
+def list_images(root: Path, *, show_progress: bool = False) -> tuple[Listing, str]:
     """List the images of `root`, which has one sub-folder per class, or train/ and val/ with them.
 
-    Asks the file system once per file, of many at a time. `looked_into`: see `files_below`.
+    Asks the file system once per file, of many at a time.
 
     Returns:
         The images, and the SHA-256 of this copy of them. It also depends on the folder's place and
@@ -115,15 +112,13 @@ def list_images(
         InputError: no folder, no classes, or an empty class.
     """
     folders = [root / "train", root / "val"]
-    if looked_into is not None:  # before any of them is read
-        looked_into.update({str(folder): changed_ns(folder) for folder in (root, *folders)})
     refuse_closed("--data-path", root, *folders)
     if not root.is_dir():
         raise InputError(f"--data-path {root} is not a folder")
     if not all(folder.is_dir() for folder in folders):
         folders = [root]
     elif beside := [n for n in class_names(root) if n not in ("train", "val") and _holds(root / n)]:
-        log.info(f"images left out, beside train and val: those in {', '.join(beside)}")
+        log.info(f"images left out, beside train and val: those in {listed(beside)}")
     names = class_names(folders[0])
     if not names:
         raise InputError(f"--data-path {folders[0]} has no sub-folders: make one per class")
@@ -139,15 +134,16 @@ def list_images(
         raise InputError(
             f"{folders[-1]} has classes that train has not: {', '.join(sorted(unknown))}"
         )
-    if missing := set(names) - set(class_names(folders[-1])):
-        raise InputError(
-            f"{folders[-1]} has no folder for {', '.join(sorted(missing))}: add it, with images"
-        )
-    _refuse_images_twice(root, folders, names)
-    return _list_classes(root, folders, names, looked_into, show_progress=show_progress)
+    missing = set(names) - set(class_names(folders[-1]))
+    if len(missing) == len(names):
+        raise InputError(f"{folders[-1]} has none of the classes in train: add images")
+    if missing:
+        log.warning(f"{folders[-1]} has no images of {listed(missing)}: they do not validate")
+    refuse_images_twice(folders, names)
+    return _list_classes(root, folders, names, show_progress=show_progress)
 
 
-def _refuse_images_twice(root: Path, folders: list[Path], names: list[str]) -> None:
+def refuse_images_twice(folders: Sequence[Path], names: Sequence[str]) -> None:
     """Raise InputError if links give images two classes, or validate on what is trained on."""
     places = [folder / name for folder in folders for name in names]
     if not any(path.is_symlink() for path in [*folders, *places]):
@@ -164,6 +160,11 @@ def _refuse_images_twice(root: Path, folders: list[Path], names: list[str]) -> N
 def class_names(folder: Path) -> list[str]:
     """Names of the sub-folders, sorted."""
     return sorted(p.name for p in folder.iterdir() if p.is_dir() and _is_data(p.name))
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names from data, for a message: sorted, and escaped where they would break the line."""
+    return ", ".join(map(printable, sorted(names)))
 
 
 def _holds(folder: Path) -> bool:
@@ -187,34 +188,38 @@ class _Class:
     """A part of the JSON over which the fingerprint is taken."""
     times: str
     others: list[Path]
+    hashes: NDArray[np.int64]
+    """Of names and sizes: equal ones may be the same image."""
 
 
 def _list_classes(
     root: Path,
     folders: list[Path],
     names: list[str],
-    looked_into: dict[str, int] | None,
     *,
     show_progress: bool,
 ) -> tuple[Listing, str]:
     places = [folder / name for folder in folders for name in names]
-    listed, times = hashlib.sha256(b"["), hashlib.sha256(os.fsencode(root.resolve()))
+    digest, times = hashlib.sha256(b"["), hashlib.sha256(os.fsencode(root.resolve()))
     bar = progress_bar(None, main=show_progress, unit="image", desc="listing images", keep=False)
     found: list[_Class] = []
     begun_s = time.perf_counter()
-    first = _list_class(root, places[0], looked_into)
+    first = _list_class(root, places[0])
     # Over a network many questions are answered in the time of one. On a disk of this host, threads
     # would only wait for each other: with 32, a million files took 24 s instead of 6.
     far = (time.perf_counter() - begun_s) / len(first.ends) > 1e-4
     with bar, ThreadPoolExecutor(min(32, len(places)) if far else 1) as pool:
-        rest = pool.map(lambda place: _list_class(root, place, looked_into), places[1:])
+        rest = pool.map(lambda place: _list_class(root, place), places[1:])
         for part in chain([first], rest):
             bar.update(len(part.ends))
-            listed.update(f"{', ' if found else ''}{part.names_and_sizes}".encode())
+            begun = any(len(other.ends) for other in found)
+            digest.update(
+                f"{', ' if begun and part.ends.size else ''}{part.names_and_sizes}".encode()
+            )
             times.update(part.times.encode())
             found.append(part)
-    listed.update(b"]")
-    times.update(listed.digest())
+    digest.update(b"]")
+    times.update(digest.digest())
     counts = [len(part.ends) for part in found]
     for number, folder in enumerate(folders):
         parts = found[number * len(names) : (number + 1) * len(names)]
@@ -223,7 +228,7 @@ def _list_classes(
         loose = [e for e in os.scandir(folder) if is_image(e.name) and _is_data(e.name)]
         if loose := [entry for entry in loose if Path(entry.path).is_file()]:
             said = f"{len(loose)} images in {folder} are left out: they are in no class's folder"
-            log.warning(said)
+            log.warning(printable(said))
     before = np.cumsum([0, *(len(part.joined) for part in found)])
     ends = [part.ends + start for part, start in zip(found, before[:-1], strict=True)]
     joined = np.frombuffer(b"".join(part.joined for part in found), np.uint8)
@@ -231,12 +236,36 @@ def _list_classes(
     train_count = sum(counts[: len(names)]) if len(folders) > 1 else 0
     texts = Texts(joined, np.concatenate(ends))
     sizes = np.concatenate([part.sizes for part in found])
-    listing = Listing(names, train_count, listed.hexdigest(), texts, labels, sizes)
+    listing = Listing(names, train_count, digest.hexdigest(), texts, labels, sizes)
+    if train_count:
+        hashes = np.concatenate([part.hashes for part in found])
+        _warn_of_the_same(Files(root, texts, labels), train_count, hashes)
     return listing, times.hexdigest()
 
 
-def _list_class(root: Path, folder: Path, looked_into: dict[str, int] | None) -> _Class:
-    images, others = _entries(folder, looked_into)
+def _warn_of_the_same(files: Files, train_count: int, hashes: NDArray[np.int64]) -> None:
+    """Say how many images validate and train, and name the first.
+
+    Only images of one name and size are compared, and at most 1,000 of them.
+    """
+    _, train, val = np.intersect1d(hashes[:train_count], hashes[train_count:], return_indices=True)
+    pairs = [
+        (files[int(one)][0], files[int(two)][0])
+        for one, two in zip(train[:1000], train_count + val[:1000], strict=True)
+    ]
+    with suppress(OSError):  # whoever decodes them says it
+        if same := [two for one, two in pairs if one.read_bytes() == two.read_bytes()]:
+            log.warning(
+                f"{len(same)} of {len(pairs)} images compared are in train and in val (the first: "
+                f"{printable(min(same))}): the validation counts what was trained on"
+            )
+
+
+def _list_class(root: Path, folder: Path) -> _Class:
+    if not folder.is_dir():  # a class of train/ that is not in val/
+        none = np.empty(0, np.int64)
+        return _Class(b"", none, none, "", "", [], none)
+    images, others = _entries(folder)
     begin, above = len(f"{folder}/"), folder.relative_to(root)
     paths = [f"{above}/{entry.path[begin:]}" for entry in images]
     joined = os.fsencode("".join(paths))
@@ -251,16 +280,15 @@ def _list_class(root: Path, folder: Path, looked_into: dict[str, int] | None) ->
     times = "".join([f" {status.st_mtime_ns} {status.st_ctime_ns}" for status in found])
     said = json.dumps([*zip(paths, sizes, strict=True)])[1:-1]
     ends, in_bytes = np.cumsum(lengths, dtype=np.int64), np.array(sizes, np.int64)
-    return _Class(joined, ends, in_bytes, said, times, others)
+    hashes = np.array([hash((e.name, size)) for e, size in zip(images, sizes, strict=True)])
+    return _Class(joined, ends, in_bytes, said, times, others, hashes)
 
 
-def _entries(
-    folder: Path, looked_into: dict[str, int] | None = None
-) -> tuple[list["os.DirEntry[str]"], list[Path]]:
+def _entries(folder: Path) -> tuple[list["os.DirEntry[str]"], list[Path]]:
     """The images at any depth of a folder, and what is left out; both sorted, none hidden."""
     begin = len(f"{folder}".rstrip("/")) + 1
     images, others = [], []
-    for entry in files_below("--data-path", folder, looked_into):
+    for entry in files_below("--data-path", folder):
         if not _is_data(entry.path[begin:]):
             continue
         link = entry.is_symlink()
@@ -296,7 +324,7 @@ def left_out(files: Sequence[Path]) -> str:
     """The message that files of a folder are left out, with how their names end."""
     kinds = ("link to a folder" if p.is_dir() else p.suffix.lower() or "no ending" for p in files)
     endings = ", ".join(f"{kind} {count}" for kind, count in Counter(kinds).most_common(8))
-    return f"files left out, not images by their names: {len(files)} ({endings})"
+    return printable(f"files left out, not images by their names: {len(files)} ({endings})")
 
 
 def split_by_class(
@@ -322,18 +350,15 @@ def split_by_class(
         )
     if few := [name for name, count in zip(names, counts, strict=True) if count < 5]:
         found = f"{len(few)} classes have fewer than five images, so none to validate on"
-        log.warning(f"{found}: {', '.join(few[:10])}")
+        log.warning(f"{found}: {listed(few[:10])}")
     small = np.int32 if len(labels) < 2**31 else np.int64
     return np.concatenate(train, dtype=small), np.concatenate(val, dtype=small)
 
 
-def list_once_per_host(root: Path, ranks: Ranks, index: Path | None = None) -> tuple[Listing, str]:
+def list_once_per_host(root: Path, ranks: Ranks) -> tuple[Listing, str]:
     """`list_images` by one rank per host; the others map its result. Calls collectives.
 
     A rank that does not see that rank's file, in another container perhaps, lists the images, too.
-
-    Args:
-        index: where the result is kept for the next run; None: nowhere.
     """
     inode = 0
     with suppress(OSError):  # it is refused below
@@ -346,16 +371,13 @@ def list_once_per_host(root: Path, ranks: Ranks, index: Path | None = None) -> t
         def own() -> tuple[tuple[Listing, str] | None, str]:
             if first != ranks.rank:
                 return None, ""
-            if index:
-                found = kept_list(root, index, ranks)
-            else:
-                found = list_images(root, show_progress=ranks.is_main)
+            found = list_images(root, show_progress=ranks.is_main)
             path = ""
             if homes.count(homes[first]) > 1:
                 with suppress(OSError):  # no room, or no right to write there
                     file = tempfile.NamedTemporaryFile(prefix="torch-recipes-listing-")  # noqa: SIM115
                     stack.callback(_close, file)
-                    _write(file, *found, {"token": token})
+                    _write(file, *found, token)
                     path = file.name
             return found, path
 
@@ -392,67 +414,11 @@ def _close(file: Any) -> None:
         file.close()
 
 
-def kept_list(root: Path, index: Path, ranks: Ranks) -> tuple[Listing, str]:
-    """The list in `index`, if no folder has changed since; else a new one, which is kept there.
-
-    A folder changes when a file in it is added, removed or renamed, but not when one is written
-    in its place. A change within two seconds before the list was made might not show, so such a
-    list is not used.
-
-    Raises:
-        InputError: `index` is another file, or cannot be written.
-    """
-    refuse_closed("--data-index", index)
-    if index.resolve().is_relative_to(root.resolve()):
-        raise InputError(
-            f"--data-index {index} is in --data-path {root}, which changes when it is written: "
-            "choose a place elsewhere"
-        )
-    if index.exists():
-        try:
-            arrays, more = read_arrays(index, check=True)
-            folders = Texts(arrays["folders"], arrays["folder_ends"])
-            begun_ns, there = more.pop("begun_ns"), more.pop("root")
-            times = arrays["folder_times_ns"]
-        except (OSError, ValueError, KeyError) as error:
-            raise InputError(
-                f"--data-index {index} is no list of images ({error}): remove it, or give another"
-            ) from None
-        if there != os.fspath(root.resolve()):
-            log.info(f"--data-index {index} is of {there}: {root} is listed anew")
-        elif len(times) and times.max() > begun_ns - 2 * 10**9:
-            log.info(f"--data-index {index} was made while folders changed: they are listed anew")
-        elif np.array_equal([changed_ns(folder) for folder in folders], times):
-            log.info(f"{len(arrays['labels'])} images: listed before ({index}); no folder changed")
-            return _listing(arrays, more)
-        else:
-            log.info(f"folders changed since --data-index {index} was made: they are listed anew")
-    begun_ns, looked_into = time.time_ns(), dict[str, int]()
-    found = list_images(root, show_progress=ranks.is_main, looked_into=looked_into)
-    if ranks.is_main:
-        names = Texts.of(sorted(looked_into))
-        arrays = {"folders": names.joined, "folder_ends": names.ends}
-        # From before each folder was read: one that changed since is listed anew at the next start.
-        arrays["folder_times_ns"] = np.array([looked_into[name] for name in names])
-        more = {"begun_ns": begun_ns, "root": os.fspath(root.resolve())}
-        try:
-            write_file(index, lambda file: _write(file, *found, more, arrays))
-        except TrainingError as error:
-            raise InputError(f"--data-index: {error}") from None
-    return found
-
-
-def _write(
-    file: IO[bytes],
-    listing: Listing,
-    copy: str,
-    more: dict[str, Any],
-    arrays: Mapping[str, NDArray[Any]] = MappingProxyType({}),
-) -> None:
+def _write(file: IO[bytes], listing: Listing, copy: str, token: str) -> None:
     names = listing.names
-    own: dict[str, NDArray[Any]] = {"names": names.joined, "ends": names.ends}
-    own |= {"labels": listing.labels, "sizes": listing.sizes, **arrays}
-    write_arrays(file, own, {**listing.header, "copy": copy, **more})
+    arrays: dict[str, NDArray[Any]] = {"names": names.joined, "ends": names.ends}
+    arrays |= {"labels": listing.labels, "sizes": listing.sizes}
+    write_arrays(file, arrays, {**listing.header, "copy": copy, "token": token})
     file.flush()
 
 
@@ -460,14 +426,10 @@ def _read(path: str, token: str) -> tuple[Listing, str] | None:
     with suppress(OSError, ValueError):
         arrays, more = read_arrays(Path(path), check=False)
         if more.pop("token") == token:
-            return _listing(arrays, more)
+            copy, names = more.pop("copy"), Texts(arrays["names"], arrays["ends"])
+            labels, sizes = arrays["labels"], arrays["sizes"]
+            return Listing(**more, names=names, labels=labels, sizes=sizes), copy
     return None
-
-
-def _listing(arrays: Mapping[str, NDArray[Any]], header: dict[str, Any]) -> tuple[Listing, str]:
-    copy, names = header.pop("copy"), Texts(arrays["names"], arrays["ends"])
-    listing = Listing(**header, names=names, labels=arrays["labels"], sizes=arrays["sizes"])
-    return listing, copy
 
 
 def verify_once(files: Sequence[tuple[Path, int]], copy: str, ranks: Ranks) -> None:
@@ -482,7 +444,7 @@ def verify_once(files: Sequence[tuple[Path, int]], copy: str, ranks: Ranks) -> N
         ranks: rank 0 shows progress.
 
     Raises:
-        InputError: on all ranks, if one of them finds an image that cannot be decoded.
+        InputError: on all ranks, with all images that any of them cannot decode.
     """
     marker, known = Path("torch-recipes", "verified-3", copy), False
     with suppress(OSError, RuntimeError):  # no home folder, or it cannot be read
@@ -492,12 +454,14 @@ def verify_once(files: Sequence[tuple[Path, int]], copy: str, ranks: Ranks) -> N
     peers = [rank for rank, (other, _) in enumerate(found) if other == copy]
     known = all(found[rank][1] for rank in peers)
 
-    def verify_mine() -> None:
-        if not known:
-            mine = files[peers.index(dist.get_rank()) :: len(peers)]
-            verify(mine, show_progress=ranks.is_main)
+    def faults_of_mine() -> list[str]:
+        mine = files[peers.index(dist.get_rank()) :: len(peers)]
+        return [] if known else faults_of(mine, show_progress=ranks.is_main)
 
-    together(verify_mine)
+    faults = gather(together(faults_of_mine))
+    with agreed():
+        if ranks.is_main:
+            refuse_faults([*chain(*faults)])
     if known:
         log.info(f"{len(files)} images: verified before, unchanged since ({marker.parent})")
     else:

@@ -42,7 +42,7 @@ def rank_loaders(
     Raises:
         InputError: /dev/shm is too small for the loading processes that the user asked for.
     """
-    batches = GlobalBatches(len(data.train), sizes, seed, share, data.blocks)
+    batches = GlobalBatches(len(data.train), sizes, seed, share)
     held_out = FixedBatches(len(data.val), eval_batch_size(len(data.val)), share, len(sizes))
     if not options.pin_memory and device.type == "cpu":
         log.warning("--no-pin-memory has no effect on a CPU")

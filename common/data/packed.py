@@ -62,7 +62,7 @@ class Shard:
     def fault(self, root: Path) -> str:
         """Why the file in `root` cannot be this one; empty: its size and beginning are right."""
         path = root / self.name
-        if not path.exists():
+        if not path.is_file():  # opening a pipe would wait for its writer
             return f"{path} is missing"
         with path.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
@@ -211,7 +211,8 @@ def copied_once_per_host(root: Path, local: Path, ranks: Ranks) -> Path:
     interrupted one is continued.
 
     Raises:
-        InputError: `root` is no pack, or damaged; `local` has too little room or is closed.
+        InputError: `root` is no pack, or damaged; `local` has too little room or is closed; the
+            copy's folder holds another pack, or links.
     """
     first = first_of_host(ranks)
     with agreed():
@@ -219,6 +220,7 @@ def copied_once_per_host(root: Path, local: Path, ranks: Ranks) -> Path:
     target = local / f"{root.name}-{pack.made['sha256'][:16]}"
 
     def complete() -> None:
+        refuse_foreign(target, pack)
         if not is_whole(target, pack):
             try:
                 copy(pack, target, show_progress=ranks.is_main)
@@ -267,7 +269,33 @@ def copy(pack: Pack, target: Path, *, show_progress: bool) -> None:
 
 def is_whole(target: Path, pack: Pack) -> bool:
     """Whether all files of a pack are in another folder."""
-    return (target / INDEX).exists() and not any(shard.fault(target) for shard in pack.shards)
+    try:
+        return bool(Pack(target, check=True).made["sha256"] == pack.made["sha256"])
+    except InputError:
+        return False
+
+
+def refuse_foreign(target: Path, pack: Pack) -> None:
+    """Raise InputError if copying `pack` into `target` would write elsewhere, or over another."""
+    names = [".lock", INDEX, *(shard.name for shard in pack.shards)]
+    written = [target / name for name in names]
+    for path in (target, *{path.parent for path in written}, *written):
+        if path.is_symlink():
+            raise InputError(
+                f"--data-local: {path} is a link to {path.readlink()}: remove it, or give another "
+                "folder"
+            )
+    for path in written:
+        if os.path.lexists(path) and not path.is_file():
+            raise InputError(f"--data-local: {path} is no file: remove it, or give another folder")
+    try:
+        found = Pack(target, check=False).made["sha256"]
+    except InputError:  # it is damaged, or not there
+        return
+    if found != pack.made["sha256"]:
+        raise InputError(
+            f"--data-local: {target} holds another pack: remove it, or give another folder"
+        )
 
 
 def copy_file(source: Path, target: Path) -> None:

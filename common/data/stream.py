@@ -7,7 +7,6 @@ samples at any world size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -105,30 +104,6 @@ def whole_share(world_size: int, shards: int) -> int:
     return int(2 ** ((shards // world_size).bit_length() - 1))
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Samples that lie side by side on the disk are drawn together: `--shuffle-block`.
-
-    The blocks are shuffled, and then the samples of each 16 blocks.
-    """
-
-    order: NDArray[np.int64]
-    """(samples,), the samples in the order of the disk."""
-    size: int
-    """Samples of a block."""
-
-    def shuffled(self, generator: torch.Generator) -> Tensor:
-        """(samples,), all samples in a new order."""
-        count, parts = len(self.order), []
-        size = min(self.size, count)
-        blocks = torch.randperm(-(-count // size), generator=generator)
-        for window in blocks.split(16):
-            places = (window[:, None] * size + torch.arange(size)).flatten()
-            places = places[places < count]  # the last block may be shorter
-            parts.append(places[torch.randperm(len(places), generator=generator)])
-        return torch.from_numpy(self.order[torch.cat(parts).numpy()])
-
-
 class GlobalBatches:
     """This rank's share of each global batch: lists of keys, from any batch of any epoch on.
 
@@ -142,7 +117,6 @@ class GlobalBatches:
         sizes: of each rank's share; their sum is B.
         seed: of the order.
         share: number of this rank's share.
-        blocks: what is drawn together. None: each sample by itself.
     """
 
     def __init__(
@@ -151,10 +125,9 @@ class GlobalBatches:
         sizes: Sequence[int],
         seed: int,
         share: int,
-        blocks: Blocks | None = None,
     ) -> None:
         self.samples, self.global_batch_size, self.seed = samples, sum(sizes), seed
-        self.blocks, self.batch_size_per_rank = blocks, sizes[share]
+        self.batch_size_per_rank = sizes[share]
         self._begin = sum(sizes[:share])
         self.steps_per_epoch = samples // self.global_batch_size
         self.set_epoch(0)
@@ -179,10 +152,7 @@ class GlobalBatches:
         generator = torch.Generator().manual_seed(mix(self.seed, self.epoch))
         # The same order as in int64; Python's own numbers would take 40 bytes each.
         small = torch.int32 if self.samples < 2**31 else torch.int64
-        if self.blocks:
-            order = self.blocks.shuffled(generator)
-        else:
-            order = torch.randperm(self.samples, generator=generator, dtype=small)
+        order = torch.randperm(self.samples, generator=generator, dtype=small)
         for batch in range(self.first_batch, self.last_batch):
             start = batch * self.global_batch_size + self._begin
             mine = order[start : start + self.batch_size_per_rank]

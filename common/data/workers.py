@@ -82,15 +82,21 @@ def choose_num_workers(
         if asked > cores:
             log.info(
                 f"--num-workers {asked} is more than the CPU cores per rank ({cores}): fewer may "
-                "load faster; --num-workers auto measures it"
+                f"load faster; --num-workers auto measures it{_more_cores()}"
             )
         return asked
     wanted = cores if asked == "auto" else default_num_workers(cores, device)
     if most < wanted:
         log.info(f"{why}; {SHARED_MEMORY_HINT}")
     if asked is None:
-        log.info(f"--num-workers {min(most, wanted)} (CPU cores per rank: {cores})")
+        log.info(f"--num-workers {min(most, wanted)} (CPU cores per rank: {cores}{_more_cores()})")
     return min(most, wanted)
+
+
+def _more_cores() -> str:
+    """How a job of Slurm gets more cores per rank."""
+    in_slurm = "SLURM_JOB_ID" in os.environ
+    return "; Slurm gives a rank more by --cpus-per-task" if in_slurm else ""
 
 
 def default_num_workers(cores: int, device: torch.device) -> int:

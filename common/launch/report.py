@@ -29,6 +29,7 @@ from common.errors import (
 )
 from common.launch.capacity import memory_limit, too_little_memory
 from common.launch.ranks import Ranks
+from common.masking import printable
 from common.watch import verdict
 
 
@@ -40,7 +41,7 @@ def say_stopped(number: int) -> None:
 def say(text: str) -> None:
     """Write to stderr at once."""
     with contextlib.suppress(OSError):  # the terminal is gone, or its disk is full
-        print(text.rstrip(), file=sys.stderr, flush=True)
+        print(printable(text.rstrip(), keep="\n\t"), file=sys.stderr, flush=True)
 
 
 def note(status: int) -> None:
@@ -130,7 +131,7 @@ def _error_line(error: Exception, ranks: Ranks, verdict: str = "") -> str:
     text = str(error)
     if "in DataLoader worker process" in text:  # a DataLoader puts the traceback in front
         text = text.strip().splitlines()[-1].split(": ", 1)[-1]
-    message = " ".join(text.split()) or type(error).__name__
+    message = printable(" ".join(text.split())) or type(error).__name__
     if not isinstance(error, InputError | TrainingError):
         advice = verdict or hints.hint(f"{type(error).__name__} {message}")
         message = f"{_shortened(message)}: {advice}" if advice else message

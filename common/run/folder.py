@@ -32,7 +32,7 @@ from common.run.claim import claim, refuse_in_data, refuse_unwritable
 from common.run.curves import Curves
 from common.run.history import History, last_sign
 from common.run.options import MAY_DIFFER_BY_HOST, RunOptions, flatten
-from common.snapshots.snapshot_files import keep_newest, newest_name
+from common.snapshots.snapshot_files import keep_newest, list_snapshots
 from common.snapshots.state import TrainingState
 from common.terminal import show_table
 from common.training.models import how_to_build
@@ -185,6 +185,7 @@ class Run:
         if self.ranks.local_rank == 0:
             leave({"watched": str(self.logs.absolute())})
         manifest = describe_run(self.devices, self.options.seed, data.fingerprint)
+        manifest |= {"classes": list(data.class_names)} if data.class_names else {}
         with agreed():
             run_status.begun()
             if self.ranks.is_main:
@@ -276,11 +277,12 @@ class Run:
         """A snapshot of now would not fit the file, and no run could resume from it."""
         found, file = os.fstat(self._metrics.fileno()).st_size, self.folder / "metrics.jsonl"
         if found != self._metrics_bytes:
+            how = "begin again in another --output-dir"
+            for newest in list_snapshots(self.snapshots)[:1]:
+                how = f"resume without it: --resume {newest} in another --output-dir"
             raise TrainingError(
                 f"{file} was changed while this run wrote it (it has {found} bytes, not "
-                f"{self._metrics_bytes}): restore it and run the same command, or resume without "
-                f"it: --resume {self.snapshots / newest_name(self.snapshots)} in another "
-                "--output-dir"
+                f"{self._metrics_bytes}): restore it and run the same command, or {how}"
             )
 
     def finish(self, state_dict: dict[str, Tensor], *, all_epochs: bool, **summary: Any) -> None:

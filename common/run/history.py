@@ -56,7 +56,9 @@ class History:
         """
         now = self.until_now(spent_s)
         steps_s = sum(now["spent_s"][kind] for kind in STEP)
-        found = {"goodput": round(steps_s / max(now["until"] - now["first"], 1e-9), 4)}
+        # The clock may have been set back since the first start.
+        whole_s = max(now["until"] - now["first"], sum(now["spent_s"].values()), 1e-9)
+        found = {"goodput": round(steps_s / whole_s, 4)}
         if not self._spent_s:
             return found
         in_order = sorted(now["spent_s"].items(), key=lambda pair: -pair[1])

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from common.identity import Options
 from common.option_rules import may_change, refuse_below
 
-MAY_DIFFER_BY_HOST = {"output_dir", "data_path", "data_index", "data_local", "weights", "resume"}
+MAY_DIFFER_BY_HOST = {"output_dir", "data_path", "data_local", "weights", "resume"}
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,9 @@ def warm_up(
         except ValueError as error:
             shapes = [tuple(x.shape) for x in tree_leaves(sample) if isinstance(x, Tensor)]
             found = ", ".join(map(str, shapes))
-            raise InputError(f"a batch of {batch_size} samples of {found}: {error}") from error
+            fix = "; give each process two samples or more (--global-batch-size), or --norm group"
+            fix = fix if "more than 1 value per channel" in str(error) else ""
+            raise InputError(f"a batch of {batch_size} samples of {found}: {error}{fix}") from error
         with context:
             outputs = tree_leaves(model(inputs))
         sum(x.float().sum() for x in outputs if x.requires_grad).backward()

@@ -157,6 +157,10 @@ def evaluate(
 
 
 def _refuse_reserved(names: list[str]) -> None:
+    if odd := [name for name in names if not isinstance(name, str)]:
+        raise TrainingError(
+            f"score gave a metric called {odd[0]!r}, which is no text: call it {str(odd[0])!r}"
+        )
     if taken := [name for name in ("correct", "total") if name in names]:
         raise TrainingError(
             f"score gave a metric called {taken[0]}, but val_{taken[0]} in summary.json is a "

@@ -1,9 +1,12 @@
 """Models by name: normalisation, weights and freezing."""
 
 import os
+import re
+import shlex
 import shutil
 import sysconfig
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -207,7 +210,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     try:
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever the unpickler meets
-        raise InputError(f"--weights {path} is not a weights file: torch.load failed") from error
+        raise InputError(f"--weights {path} {_why_not_loaded(path, error)}") from error
     for key in ("state_dict", "model"):
         if isinstance(found, dict) and isinstance(found.get(key), dict):
             found = found[key]
@@ -221,6 +224,26 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             "weights"
         )
     return {name.removeprefix("module."): value for name, value in found.items()}
+
+
+def _why_not_loaded(path: Path, error: Exception) -> str:
+    """Why `torch.load` takes no file with other objects than tensors, and how to make one."""
+    names = re.findall(r"GLOBAL (\S+) was not an allowed global", str(error))
+    with suppress(Exception):  # it knows only torch's format of today, and names all objects
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path) or names
+    if not names:
+        return "is not a weights file: torch.load failed"
+    lines = (
+        "import sys, torch; d = torch.load(sys.argv[1], 'cpu', weights_only=False); "
+        "d = d if hasattr(d, 'state_dict') else d.get('state_dict', d.get('model', d)); "
+        "torch.save(d.state_dict() if hasattr(d, 'state_dict') else d, sys.argv[2])"
+    )
+    files = shlex.join([str(path), f"{path.with_suffix('')}.tensors.pt"])
+    return (
+        f"holds objects beside tensors ({', '.join(sorted(names)[:5])}), and loading them runs its "
+        f"author's code. If you trust the author, make a file of the tensors: python -c "
+        f'"{lines}" {files}'
+    )
 
 
 def load_matching(model: nn.Module, path: Path) -> tuple[list[str], list[str]]:

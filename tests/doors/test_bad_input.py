@@ -164,7 +164,7 @@ def test_inputs_that_cannot_work(pool: Pool, tmp_path: Path) -> None:
         (["--weights", tmp_path / "none.pt"], "is not a file"),
         (["--weights", tmp_path / "text.pt"], "not a weights file"),
         (["--weights", tmp_path / "other.pt"], "no entry"),
-        (["--weights", tmp_path / "crafted.pt"], "not a weights file"),
+        (["--weights", tmp_path / "crafted.pt"], "holds objects beside tensors"),
         (["--weights", tmp_path / "integers.pt"], "integers.pt holds no state_dict"),
         (["--resume", tmp_path / "none.pt"], "is not a file"),
         (["--global-batch-size", "2000"], "more than the 1437 samples"),

@@ -42,7 +42,7 @@ def faulty_folder(root: Path, fault: str) -> str:
     if fault == "tiny":
         Image.new("RGB", (1, 3)).save(root / "daisy" / "a.jpg")  # small, but not a fault
         (root / "daisy" / "odd.ppm").write_bytes(b"P6 9999999999 1 255 x")
-        return r"odd\.ppm cannot be decoded"
+        return r"odd\.ppm is larger than Pillow opens"
     if fault == "text named .jpg":
         (root / "daisy" / "notes.jpg").write_text("hello")
         return r"notes\.jpg cannot be decoded"

@@ -466,6 +466,33 @@ def test_names_are_readable_in_the_c_locale(
     assert all(name in done.stdout for name in seen["classes"]), done.stdout
 
 
+def test_classes_may_be_renamed_but_not_swapped_and_names_stay_in_their_line(
+    pool: Pool, photo_run: Path, tmp_path: Path
+) -> None:
+    run, folder = shutil.copytree(photo_run, tmp_path / "run"), tmp_path / "a\nerror: \x1b[2J"
+    photo(folder / "one.jpg", 1)
+    seen = json.loads((run / "preprocessing.json").read_text())
+
+    def name(*classes: str) -> None:
+        seen["classes"] = classes
+        (run / "preprocessing.json").write_text(json.dumps(seen))
+        (run / "class_indices.json").write_text(json.dumps(dict(enumerate(classes))))
+
+    for swapped in (("rose", "daisy", "tulip"), ("lily", "daisy", "tulip")):
+        name(*swapped)
+        for answer in (
+            predicted(pool, run, folder),
+            evaluated(pool, 1, run, "--data-path", folder),
+        ):
+            assert '"classes" has ' in refusal(answer)
+    name("a\nerror: a", "\x1b[2Jb", "tulip\r")
+    status, printed, said = predicted(pool, run, folder)
+    assert status == 0, said
+    assert len(printed.splitlines()) == 2
+    assert not {"\x1b", "\r"} & {*printed, *said}
+    assert r"a\nerror: \x1b[2J/one.jpg" in printed
+
+
 @pytest.mark.parametrize("command", ["predict", "evaluate"])
 def test_a_result_that_cannot_be_written_is_no_success(
     recipe: Recipe, photo_run: Path, tmp_path: Path, command: str

@@ -4,8 +4,9 @@ import gzip
 import hashlib
 import os
 import pickle
+import re
 import shutil
-import time
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -302,8 +303,13 @@ def test_trains_may_be_a_class_and_what_is_beside_train_and_val_is_named(
 def own_copy(ranks: Ranks, root: Path, apart: bool) -> list[int]:
     """Images that this rank verifies in each of two loads; `apart`: each rank has its own copy."""
     counts: list[int] = []
+
+    def counted(paths: Any, **_: Any) -> list[str]:
+        counts.append(len(paths))
+        return []
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(image_folder, "verify", lambda paths, **_: counts.append(len(paths)))
+        patch.setattr(image_folder, "faults_of", counted)
         options = DataOptions("imagefolder", root / str(ranks.rank if apart else 0))
         for _ in range(2):
             load_data(options, 0, ranks)
@@ -501,83 +507,54 @@ def test_photos_that_training_would_leave_out_are_counted_or_refused(
         list_images(tmp_path)
 
 
-def test_a_class_without_validation_photos_is_refused(tmp_path: Path) -> None:
-    for part in ("train", "val"):
-        flowers(tmp_path / part)
-    name = sorted(path.name for path in (tmp_path / "val").iterdir())[0]
-    shutil.rmtree(tmp_path / "val" / name)
-    with pytest.raises(InputError, match=f"val has no folder for {name}"):
+def test_classes_are_those_of_train_and_one_that_does_not_validate_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "propagate", True)
+    names = ("daisy", "rose", "tulip")
+    flowers(tmp_path / "train", names=names)
+    for number in range(3):
+        photo(tmp_path / "val" / "tulip" / f"{number}.jpg", 50 + number)
+    data = load(data="imagefolder", data_path=tmp_path, image_size=16)
+    assert tuple(data.class_names) == names
+    assert [data.val[(0, index)][1] for index in range(3)] == [2, 2, 2], "no index has moved"
+    assert any("val has no images of daisy, rose" in said for said in caplog.messages)
+    assert not any("in train and in val" in said for said in caplog.messages)
+    copies = [tmp_path / "val" / "tulip" / f"tulip {number}.jpg" for number in (3, 5)]
+    shutil.copy(tmp_path / "train" / "tulip" / copies[0].name, copies[0])
+    copies[1].symlink_to(tmp_path / "train" / "tulip" / copies[1].name)
+    list_images(tmp_path)
+    assert any(f"in train and in val (the first: {copies[0]})" in said for said in caplog.messages)
+    shutil.rmtree(tmp_path / "val" / "tulip")
+    with pytest.raises(InputError, match="val has none of the classes in train"):
         list_images(tmp_path)
 
 
-def test_a_kept_list_is_used_until_a_folder_changes(
+def test_all_bad_photos_are_named_at_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its files are asked for nothing then."""
+    """The first 20, and a file with all; each with what to do."""
     monkeypatch.setattr(log, "propagate", True)
-    caplog.set_level("INFO", "recipes")
-    root, index = flowers(tmp_path / "data"), tmp_path / "index"
-    below = root / "daisy" / "below"
-    photo(below / "one.jpg", 7)
-
-    def settle() -> None:
-        """As if the folders had not changed for a minute."""
-        monkeypatch.setattr(time, "time_ns", lambda: real_ns() + 60 * 10**9)
-
-    def listed() -> tuple[Data, bool]:
-        caplog.clear()
-        found = load(data="imagefolder", data_path=root, data_index=index, verify_images=False)
-        return found, any("listed before" in said for said in caplog.messages)
-
-    real_ns = time.time_ns
-    first, _ = listed()
-    assert "made while folders changed" in (listed(), caplog.text)[1]
-    settle()
-    index.unlink()
-    listed()
-    with monkeypatch.context() as patch:
-        patch.setattr(image_folder, "list_images", lambda *_, **__: pytest.fail("listed again"))
-        again, kept = listed()
-    assert kept
-    assert (again.fingerprint, again.indices_sha256) == (first.fingerprint, first.indices_sha256)
-    assert again.train.source.files[3] == first.train.source.files[3]
-    photo(below / "two.jpg", 8)
-    changed, kept = listed()
-    assert not kept
-    assert len(changed.train.source.files) == len(first.train.source.files) + 1
-    assert listed()[1]
-    (below / "two.jpg").rename(below / "three.jpg")
-    assert not listed()[1]
-    index.unlink()
-    real_list = image_folder.list_images
-
-    def changing(*args: Any, **more: Any) -> Any:
-        """A folder changes after it was read; the file server's clock is a minute behind."""
-        listing = real_list(*args, **more)
-        photo(below / "late.jpg", 9)
-        return listing
-
-    with monkeypatch.context() as patch:
-        patch.setattr(image_folder, "list_images", changing)
-        before, _ = listed()
-    changed, kept = listed()
-    assert not kept
-    assert len(changed.train.source.files) == len(before.train.source.files) + 1
-    assert listed()[1]
-    (root / "rose").mkdir()
-    with pytest.raises(InputError, match="rose has no images"):
-        listed()
-    (root / "rose").rmdir()
-    listed()
-    shutil.copytree(root, tmp_path / "other")
-    root = tmp_path / "other"
-    assert not listed()[1], "another folder"
-    index.write_bytes(index.read_bytes()[:-1])
-    with pytest.raises(InputError, match="is no list of images"):
-        listed()
-    index = root / "index"
-    with pytest.raises(InputError, match="which changes when it is written"):
-        listed()
-    index = tmp_path / "no" / "where" / "index"
-    with pytest.raises(InputError, match=r"--data-index: cannot write \S+where"):
-        listed()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    root = flowers(tmp_path / "data")
+    for number in range(22):
+        (root / "daisy" / f"text {number:02}.jpg").write_text("no image")
+    Image.fromarray(np.full((8, 8), 60_000, np.uint16)).save(root / "daisy" / "a deep.png")
+    Image.fromarray(np.full((8, 8), 7, np.uint16)).save(root / "daisy" / "b fits.png")
+    Image.fromarray(np.eye(8, dtype=np.float32) / 2).save(root / "daisy" / "c float.tiff")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1500)
+    photo(root / "daisy" / "d large.jpg", 1, size=(80, 80))
+    with pytest.raises(InputError, match=r"^26 images cannot be used; all are in ") as refused:
+        load(data="imagefolder", data_path=root)
+    (file,) = re.findall(r"all are in (\S+);", str(refused.value))
+    named = Path(file).read_text().splitlines()
+    assert len(named) == 26
+    shown = [message for message in caplog.messages if str(root) in message]
+    assert shown == named[:20]
+    assert "(finer steps of grey are lost): from PIL" in named[0]
+    assert "Image.fromarray((a // 257).astype('uint8'))" in named[0]
+    assert "(nothing is lost, because its values fit): from PIL" in named[1]
+    assert "fromarray(((a - a.min()) * (255 / (a.max() - a.min()))).astype('uint8'))" in named[2]
+    assert "is larger than Pillow opens" in named[3]
+    assert "make a smaller copy" in named[3]
+    assert all("cannot be decoded" in line and "remove or replace it" in line for line in named[4:])

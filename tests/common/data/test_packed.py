@@ -31,7 +31,7 @@ from common.launch.ranks import Ranks
 from common.writing import write_file
 from tests.helpers.commands import Recipe, Result
 from tests.helpers.images import flowers, photo
-from tests.helpers.packs import DAMAGES, flip_image, remove
+from tests.helpers.packs import DAMAGES, flip, flip_image, remove
 from tests.helpers.pool import Pool, call_main, in_group
 from tools import pack as tool
 
@@ -256,12 +256,85 @@ def test_classes_of_files_of_any_kind_are_those_that_were_given(
         assert listing.labels.tolist() == list(range(12))
 
 
+def tar_of_images(path: Path) -> list[int]:
+    """Four images and their classes; returns where each file begins, and the last one ends."""
+    image = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(image, "PNG")
+    places = [0]
+    with tarfile.open(path, "w") as tar:
+        for number in range(4):
+            for suffix, content in (("png", image.getvalue()), ("cls", b"%d" % (number % 2))):
+                add(tar, f"{number}.{suffix}", content)
+                places.append(tar.offset)
+    return places
+
+
+def spoil(path: Path, places: list[int], how: str) -> None:
+    """Make a tar file one of which a reader would leave out something."""
+    whole = path.read_bytes()
+    if how == "cut between two files":
+        path.write_bytes(whole[: places[4]])
+    elif how == "cut in a file":
+        path.write_bytes(whole[: places[5] - 100])
+    elif how == "cut in its end":
+        path.write_bytes(whole[: places[-1] + 512])
+    elif how == "damaged":
+        path.write_bytes(whole[: places[4]] + b"x" + whole[places[4] + 1 :])
+    elif how == "joined":
+        path.write_bytes(whole + whole)
+    elif how == "compressed beside":
+        path.with_name("1.tar.gz").touch()
+    elif how == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    else:
+        with tarfile.open(path, "a") as tar:
+            member = tarfile.TarInfo("9.png")
+            member.linkname = "0.png"
+            member.type = {"hard link": tarfile.LNKTYPE, "link": tarfile.SYMTYPE}.get(how, b"0")
+            if how == "class without an image":
+                add(tar, "9.cls", b"0")
+            elif how == "deep JSON":
+                add(tar, "9.json", b"[" * 200_000)
+            else:
+                tar.addfile(member)
+
+
+SPOILT = {
+    "cut between two files": "is cut off",
+    "cut in a file": "is no tar file as WebDataset makes them",
+    "cut in its end": "is cut off",
+    "damaged": "is damaged at byte",
+    "joined": "tar files that were joined",
+    "hard link": "9.png is a link to 0.png: make the tar file with files only",
+    "link": "9.png is a link to 0.png: make the tar file with files only",
+    "class without an image": "9 has a class and none of the images",
+    "deep JSON": "is no tar file as WebDataset makes them",
+    "compressed beside": "1.tar.gz would be left out",
+    "pipe": "0.tar is no file",
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_tar_file_is_indexed_whole_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    spoil(tmp_path / "0.tar", tar_of_images(tmp_path / "0.tar"), how)
+    assert tool.main([str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert SPOILT[how] in line
+    assert not (tmp_path / INDEX).exists()
+
+
 def test_an_identifier_is_no_number_of_a_class(tmp_path: Path) -> None:
     image = io.BytesIO()
     Image.new("RGB", (8, 8)).save(image, "PNG")
     with tarfile.open(tmp_path / "0.tar", "w") as tar:
         add(tar, "0.png", image.getvalue())
         add(tar, "0.cls", b"02119789")
+        add(tar, "1.png", image.getvalue())
+        add(tar, "1.cls", b"1")
     with pytest.raises(InputError, match="the class 2119789 would make 2,119,790 classes"):
         tool.index(tmp_path)
 
@@ -297,46 +370,16 @@ def test_the_same_folder_gives_the_same_bytes(folder: Path, made: Path, tmp_path
     assert tool.pack(folder, again, 20_000, 0, 90) == f"{again} is the pack of {folder} already"
     with pytest.raises(InputError, match="made otherwise: give another OUT"):
         tool.pack(folder, again, 30_000, 0, 90)
+    remove(again)
+    with pytest.raises(InputError, match=r"000001.tar is missing"):
+        tool.pack(folder, again, 20_000, 0, 90)
+    (tmp_path / "out.part").mkdir()
+    with pytest.raises(InputError, match=r"out.part exists: .* was killed; then remove it"):
+        tool.pack(folder, tmp_path / "out", 20_000, 0, 90)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-_KILLED = """
-import os, signal, sys
-from pathlib import Path
-from tools import pack
-
-left, own = int(sys.argv[3]), pack.image_fault
-def counted(*args):
-    global left
-    left -= 1
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return own(*args)
-pack.image_fault = counted
-pack.pack(Path(sys.argv[1]), Path(sys.argv[2]), 20_000, 0, 90)
-"""
-
-
-def test_an_interrupted_pack_goes_on_to_the_same_bytes(
-    recipe: Recipe, folder: Path, made: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    for images in (8, 17):
-        process = recipe.start(sys.executable, "-c", _KILLED, folder, out, str(images))
-        assert recipe.finish(process, out).status == -9
-    done = {path.name: path.stat().st_mtime_ns for path in out.glob("*.part")}
-    assert done
-    assert not (out / INDEX).exists()
-    with pytest.raises(InputError, match="begun with other images or options"):
-        tool.pack(folder, out, 30_000, 0, 90)
-    packed_copy(folder, out)
-    assert contents(out) == contents(made)
-    (out / tool.BEGUN).touch()  # as if it had been killed after its last file
-    packed_copy(folder, out)
-    assert contents(out) == contents(made)
 
 
 def test_larger_images_are_made_smaller_and_the_others_stay(folder: Path, tmp_path: Path) -> None:
@@ -384,9 +427,9 @@ def test_a_pack_of_bad_images_is_refused_with_their_number(folder: Path, tmp_pat
     bad = shutil.copytree(folder, tmp_path / "bad")
     for name in ("0.v2.jpg", "1.v2.jpg"):
         (bad / "daisy" / name).write_bytes(b"no image")
-    with pytest.raises(InputError, match=r"daisy/\d.v2.jpg cannot be decoded .*and 1 more.*remove"):
-        tool.pack(bad, tmp_path / "out", MIB, 0, 90)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == [tool.BEGUN]
+    with pytest.raises(InputError, match=r"2 images cannot be used; .*daisy/0.v2.jpg .*remove or"):
+        tool.pack(bad, tmp_path / "out", 20_000, 0, 90)
+    assert [path.name for path in tmp_path.iterdir()] == ["bad"], "nothing of it is left"
 
 
 def second_look(ranks: Ranks, root: Path, scratch: Path, tell: bool) -> tuple[list[str], int]:
@@ -496,7 +539,26 @@ def test_one_rank_copies_the_pack_to_the_hosts_own_disk(
     assert in_group(Ranks(), local_copy, made, tmp_path / "local") == (target, 2), "continued"
     os.truncate(target / "000000.tar", 5)
     assert in_group(Ranks(), local_copy, made, tmp_path / "local") == (target, 2), "repaired"
+    flip(target / INDEX, -70)
+    assert in_group(Ranks(), local_copy, made, tmp_path / "local") == (target, 1), "repaired"
     assert {**contents(made), ".lock": b""} == contents(target)
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"of somebody")
+    for name in (".lock", INDEX, "000001.tar"):
+        (target / name).rename(tmp_path / "aside")
+        (target / name).symlink_to(outside)
+        with pytest.raises(InputError, match=rf"{name} is a link to .*outside: remove it"):
+            in_group(Ranks(), local_copy, made, tmp_path / "local")
+        (tmp_path / "aside").rename(target / name)
+    assert outside.read_bytes() == b"of somebody"
+    packed_copy(photos(tmp_path / "more", 11), tmp_path / "other")
+    shutil.copy(tmp_path / "other" / INDEX, target / INDEX)
+    with pytest.raises(InputError, match="holds another pack: remove it"):
+        in_group(Ranks(), local_copy, made, tmp_path / "local")
+    target.rename(tmp_path / "elsewhere")
+    target.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match=r"is a link to .*elsewhere: remove it"):
+        in_group(Ranks(), local_copy, made, tmp_path / "local")
 
 
 def test_a_damaged_pack_is_not_copied(own: Path, tmp_path: Path) -> None:
@@ -512,18 +574,6 @@ def test_a_local_disk_without_room_is_refused(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(InputError, match=r"--data-local \S+ has 0.0 GB left, and \S+ needs"):
         load(data="packed", data_path=made, data_local=tmp_path / "full")
-
-
-def test_blocks_hold_images_that_lie_side_by_side(made: Path) -> None:
-    data = load(data="packed", data_path=made, shuffle_block=3)
-    assert data.blocks
-    pack, indices = data.train.source.pack, data.train.indices
-    places = [
-        (int(pack.arrays["shard"][i]), int(pack.arrays["offset"][i]))
-        for i in (indices[place] for place in data.blocks.order)
-    ]
-    assert places == sorted(places)
-    assert sorted(data.blocks.order) == list(range(len(data.train)))
 
 
 def test_an_option_that_means_nothing_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

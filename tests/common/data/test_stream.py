@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain, islice, product
 from typing import Any
@@ -17,7 +16,7 @@ from torch.utils.data import DistributedSampler
 
 from common.data import loaders
 from common.data.loaders import Loader, loader_options, make_loader
-from common.data.stream import Blocks, FixedBatches, GlobalBatches, Samples, eval_batch_size
+from common.data.stream import FixedBatches, GlobalBatches, Samples, eval_batch_size
 from common.errors import InputError
 from recipes.tune_loader.streams import ItemStream, make_item_loader, make_stream_loader
 
@@ -189,44 +188,3 @@ def test_a_loading_process_is_silent_about_a_rank_that_has_ended(
     for error in (ConnectionResetError(104, "reset by peer"), ValueError("another")):
         sys.excepthook(type(error), error, None)
     assert capsys.readouterr().err == "ValueError: another\n"
-
-
-def test_a_block_is_at_most_all_samples() -> None:
-    orders = [
-        Blocks(np.arange(47), size).shuffled(torch.Generator().manual_seed(0)).tolist()
-        for size in (47, 10**15)  # which would not fit into the memory
-    ]
-    assert orders[0] == orders[1]
-
-
-@pytest.mark.parametrize("count", [1, 47, 96, 1000])
-def test_blocks_are_shuffled_whole_and_each_sample_comes_once(count: int) -> None:
-    disk = np.random.default_rng(0).permutation(count)
-    blocks = Blocks(disk, 3)
-    own = [blocks.shuffled(torch.Generator().manual_seed(seed)).tolist() for seed in (1, 1, 2)]
-    assert own[0] == own[1]
-    assert own[0] != own[2] or count == 1
-    assert sorted(own[0]) == list(range(count))
-    if count == 96:  # two windows of 16 blocks of 3
-        place = {sample: number for number, sample in enumerate(disk.tolist())}
-        first, second = (
-            Counter(place[s] // 3 for s in half) for half in np.split(np.array(own[0]), 2)
-        )
-        assert {*first.values()} == {*second.values()} == {3}
-        assert not first.keys() & second.keys()
-        assert [place[sample] for sample in own[0]] != sorted(place.values())
-
-
-def test_batches_in_blocks_are_the_same_on_any_number_of_ranks_and_from_any_batch() -> None:
-    blocks = Blocks(np.arange(50)[::-1].copy(), 4)
-
-    def keys(rank: int, world: int, first: int = 0) -> list[list[Any]]:
-        batches = GlobalBatches(50, [12 // world] * world, 5, rank, blocks)
-        batches.set_epoch(1, first)
-        return list(batches)
-
-    whole = keys(0, 1)
-    shares = [keys(rank, 3) for rank in range(3)]
-    assert [list(chain(*parts)) for parts in zip(*shares, strict=True)] == whole
-    assert keys(0, 1, 2) == whole[2:]
-    assert whole != list(GlobalBatches(50, [12], 5, 0))

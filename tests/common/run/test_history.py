@@ -42,6 +42,14 @@ def test_one_start_has_only_its_goodput(monkeypatch: pytest.MonkeyPatch) -> None
     assert History(0.0).summary(spent_s) == {"goodput": 0.3}
 
 
+def test_a_clock_that_was_set_back_makes_no_share_above_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time, "time", iter([1000.0, 10.0]).__next__)
+    spent_s = {"start": 5.0, "data": 1.0, "compute": 2.0, "communication": 0.0}
+    assert History(0.0).summary(spent_s) == {"goodput": 0.375}
+
+
 def test_the_last_sign_is_that_of_the_metrics(tmp_path: Path) -> None:
     """A start that was refused has written a log, and lost no steps."""
     assert last_sign(tmp_path) == 0

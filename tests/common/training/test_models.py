@@ -1,5 +1,8 @@
 """Weights by name and shape, freezing, and the model's own laws."""
 
+import shlex
+import sys
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -67,13 +70,25 @@ def test_weights_in_float64_are_not_rounded(pool: Pool, tmp_path: Path) -> None:
     assert all(torch.equal(value, given[name]) for name, value in trained.items())
 
 
-def test_weights_that_cannot_be_used(tmp_path: Path) -> None:
+def test_weights_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model(ModelOptions(), channels=1, classes=10)
     with pytest.raises(InputError, match="is not a file"):
         load_matching(model, tmp_path / "none.pt")
     (tmp_path / "text.pt").write_text("hello")
     with pytest.raises(InputError, match="not a weights file"):
         load_matching(model, tmp_path / "text.pt")
+    given = {"model": model.state_dict(), "args": Namespace(lr=0.1)}
+    for name, content in (("args", given), ("module", model)):
+        file = tmp_path / f"{name} of somebody.pt"
+        torch.save(content, file)
+        with pytest.raises(InputError, match="holds objects beside tensors") as refused:
+            load_matching(model, file)
+        said, _, command = str(refused.value).partition("make a file of the tensors: python ")
+        assert ("argparse.Namespace" if name == "args" else "ConvNet") in said
+        _, code, *files = shlex.split(command)
+        monkeypatch.setattr(sys, "argv", ["-c", *files])
+        exec(code)
+        assert len(load_matching(model, file.with_name(f"{file.stem}.tensors.pt"))[0]) > 3
     torch.save([1, 2], tmp_path / "list.pt")
     with pytest.raises(InputError, match="no state_dict"):
         load_matching(model, tmp_path / "list.pt")

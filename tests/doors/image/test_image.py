@@ -535,6 +535,7 @@ def test_what_the_image_holds(engine: Engine, image: str) -> None:
 ls -A /tmp; cd /opt/recipes; ls -A
 find / -xdev \\( -path /proc -o -path /sys \\) -prune -o -type f \\
     \\( -path '*/.cache/*' -o -path '/root/*' -o -path '/tmp/*' -o -path '/opt/*.whl' \\) -print
+find / -xdev -perm /6000 -type f
 echo wheels; cd /opt/venv/lib
 find . -name __pycache__ -prune -o -type f -print0 | du -cb --files0-from=- | tail -n 1
 """

@@ -638,8 +638,9 @@ def go_on_together(submit: Submitter, jobs: Sequence[Job], runs: Sequence[Path])
 
 
 def test_an_array_over_seeds_on_one_node_shares_no_port(submit: Submitter) -> None:
-    """As the README says it."""
+    """As the README says it, each in a folder that its number names."""
     options = f"{' '.join(FOR_EVER)} --seed $SLURM_ARRAY_TASK_ID"
+    options += f" --output-dir {submit.folder}/arr_$SLURM_ARRAY_TASK_ID"
     array = submit.cluster.run(
         *"sbatch --parsable --array=0-1 --ntasks-per-node=2 --nodelist=n3".split(),
         f"--output={submit.folder}/%a.log",
@@ -647,7 +648,7 @@ def test_an_array_over_seeds_on_one_node_shares_no_port(submit: Submitter) -> No
         f"--wrap=bash slurm/train.sbatch ddp_launch {options}",
         env={"RUNS": str(submit.folder)},
     ).stdout.strip()
-    runs = [submit.folder / "ddp_launch" / f"slurm-{array}_{task}" for task in (0, 1)]
+    runs = [submit.folder / f"arr_{task}" for task in (0, 1)]
     jobs = [
         Job(submit.cluster, f"{array}_{task}", submit.folder / f"{task}.log", run)
         for task, run in enumerate(runs)
