@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from common import log
+from common.data import batch_wait
 from common.data.batches import DeviceBatches
 from common.data.datasets import Data, LoaderOptions
 from common.data.stream import FixedBatches, GlobalBatches, Key, Samples, eval_batch_size
@@ -114,6 +115,7 @@ def _start_worker(_worker: int) -> None:
     # an orderly stop into a crash. It ends when its queue closes or its parent is gone.
     for number in (*STOP_SIGNALS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    batch_wait.answer()
     sys.excepthook = _show_all_but_lost_connections
 
 

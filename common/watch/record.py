@@ -154,6 +154,11 @@ def _found(step: int) -> Record:
     }
 
 
+def place() -> str:
+    """Where the main thread is."""
+    return _place(reversed(main_stack()))
+
+
 def main_stack() -> list[traceback.FrameSummary]:
     """The main thread's Python stack, the newest frame last; empty if it cannot be written.
 
