@@ -66,8 +66,6 @@ def report(error: Exception, ranks: Ranks) -> int:
     own = expected and not isinstance(error, SampleError)  # else it is in the user's code
     trace = "" if own else "".join(traceback.format_exception(error))
     trace = found.stack if found and found.stack else trace
-    _keep(f"{line}\n{trace}".rstrip())
-    run_status.failed(error, line)
     elastic = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if elastic and follows:
         time.sleep(1)  # torchrun ends this rank, which then says nothing
@@ -87,6 +85,9 @@ def report(error: Exception, ranks: Ranks) -> int:
         time.sleep(1)  # mpirun and torchrun end all ranks when the first one ends
     elif not isinstance(error, PeerError):
         say(f"{line}\n{trace}")
+    # Last, because the run's folder may be on a disk that does not answer.
+    _keep(f"{line}\n{trace}".rstrip())
+    run_status.failed(error, line)
     if elastic and not follows and not isinstance(error, InputError):
         # torchrun shows the first failure; of two within a second, that of the lower rank.
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -233,9 +234,9 @@ def show_cause(
     """
     if all(status == STATUS_STOPPED for _, status in failed) and not early:
         return STATUS_STOPPED if failed else STATUS_FINISHED
-    waited = {int(rank) for rank in re.findall(rf"\[Rank (\d+)\].*{hints.WATCHDOG}", said)}
-    evidence = _Evidence(failed, silent, early, read_entries(errors), waited)
-    rules = (_killed, _early, _own_error, _mute, _late, _watchdog_alone, _hung)
+    waited, lost = (_who_said(text, said) for text in (hints.WAITED, hints.LOST))
+    evidence = _Evidence(failed, silent, early, read_entries(errors), waited, lost - waited)
+    rules = (_killed, _early, _own_error, _mute, _late, _watchdog_alone, _hung, _lost)
     found = (rule(evidence) for rule in rules)
     line, status = next(filter(None, found), None) or _follower(evidence)
     say(line)
@@ -243,6 +244,11 @@ def show_cause(
         if "inode" in entry and status == STATUS_FAILED:
             run_status.correct(Path(entry["run"]), entry["inode"], line.strip().splitlines()[0])
     return status
+
+
+def _who_said(text: str, said: str) -> set[int]:
+    """The ranks whose library said that; torch puts [Rank 0] or [... Rank 0] or [rank0] before."""
+    return {int(rank) for rank in re.findall(rf"(?i)\[[^]\n]*rank ?(\d+)\].*(?:{text})", said)}
 
 
 @dataclass(frozen=True)
@@ -255,6 +261,8 @@ class _Evidence:
     entries: list[dict[str, Any]]
     waited: set[int]
     """Ranks whose NCCL watchdog spoke: each waited too long for another rank."""
+    lost: set[int]
+    """Ranks whose NCCL said that another rank is gone."""
 
     @cached_property
     def reports(self) -> list[dict[str, Any]]:
@@ -269,13 +277,18 @@ class _Evidence:
     @property
     def abort(self) -> int | None:
         """The status of ranks that NCCL aborted, if something else explains that."""
-        return -signal.SIGABRT if self.own or self.waited or self.early else None
+        explained = self.own or self.waited or self.lost or self.early
+        return -signal.SIGABRT if explained else None
 
     @property
     def hung(self) -> dict[int, str]:
         """Ranks that did not come to a collective, and what each was doing."""
         aborted = {r: "its own message is above" for r, s in self.failed if s == self.abort}
-        return {r: doing for r, doing in (aborted | self.silent).items() if r not in self.waited}
+        return {
+            r: doing
+            for r, doing in (aborted | self.silent).items()
+            if r not in self.waited | self.lost
+        }
 
 
 def _here(rank: int) -> str:
@@ -355,6 +368,14 @@ def _hung(seen: _Evidence) -> tuple[str, int] | None:
         "for it"
     )
     return line, STATUS_FAILED
+
+
+def _lost(seen: _Evidence) -> tuple[str, int] | None:
+    """NCCL aborted ranks here because one on another host is gone."""
+    if not seen.lost or seen.reports:
+        return None
+    what = f"{_here(min(seen.lost))}: NCCL: remote process exited or there was a network error"
+    return f"error: {hints.with_hint(what)}", STATUS_FAILED
 
 
 def _follower(seen: _Evidence) -> tuple[str, int]:
