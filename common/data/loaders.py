@@ -1,7 +1,11 @@
 """From a data set to this rank's batches: the DataLoader, and the processes that load."""
 
+import atexit
+import multiprocessing
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterable
 from functools import partial
 from itertools import islice
@@ -18,7 +22,7 @@ from common.data.batches import DeviceBatches
 from common.data.datasets import Data, LoaderOptions
 from common.data.stream import FixedBatches, GlobalBatches, Key, Samples, eval_batch_size
 from common.data.workers import choose_num_workers, fastest_num_workers
-from common.errors import STOP_SIGNALS
+from common.errors import STOP_SIGNALS, InputError
 
 
 def rank_loaders(
@@ -71,6 +75,8 @@ def make_loader(
     pin_memory: bool = False,
 ) -> DataLoader[Any]:
     """A DataLoader over `batches`, lists of keys of `samples`; options as `loader_options`."""
+    if num_workers:
+        keep_socket_names_short()
     return Loader(
         samples,
         batch_sampler=batches,
@@ -78,6 +84,25 @@ def make_loader(
         persistent_workers=num_workers > 0,
         **loader_options(num_workers, pin_memory),
     )
+
+
+def keep_socket_names_short() -> None:
+    """Choose another folder for multiprocessing's sockets where the name of TMPDIR is too long.
+
+    The kernel allows 107 characters, of which multiprocessing needs 32. A loading process whose
+    socket cannot be made would never hand over a batch.
+    """
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if len(own := tempfile.gettempdir()) <= 75 or config.get("tempdir"):
+        return
+    try:
+        config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
+    except OSError as error:
+        raise InputError(
+            f"the name of TMPDIR has {len(own)} characters, and loading processes need a folder of "
+            f"at most 75 for their sockets ({error}): set another TMPDIR, or give --num-workers 0"
+        ) from error
+    atexit.register(shutil.rmtree, config["tempdir"], ignore_errors=True)
 
 
 class Loader(DataLoader[Any]):
