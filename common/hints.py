@@ -14,7 +14,7 @@ LOCKED_MEMORY_HINT = (
 WATCHDOG = "Watchdog caught collective operation timeout"
 """What torch's watchdog of NCCL says before it aborts a rank that waited too long."""
 
-WAITED = rf"{WATCHDOG}|(collective|NCCL) operation timed out"
+WAITED = rf"{WATCHDOG}|(?:collective|NCCL) operation timed out"
 """The same, and as the backend nccl2 of torch 2.15 says it."""
 
 LOST = r"remote process exited|async error(?!.*cuda error)|communicator was aborted"

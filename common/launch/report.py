@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -232,17 +233,24 @@ def show_cause(
         said: what the ranks' libraries wrote to stderr.
         early: ranks that ended with status 0 or 75 while they still worked.
     """
-    if all(status == STATUS_STOPPED for _, status in failed) and not early:
+    entries = read_entries(errors)
+    stopped = all(status == STATUS_STOPPED for _, status in failed) and not early
+    if stopped and not any("line" in entry for entry in entries):
         return STATUS_STOPPED if failed else STATUS_FINISHED
     waited, lost = (_who_said(text, said) for text in (hints.WAITED, hints.LOST))
-    evidence = _Evidence(failed, silent, early, read_entries(errors), waited, lost - waited)
+    evidence = _Evidence(failed, silent, early, entries, waited, lost - waited)
     rules = (_killed, _early, _own_error, _mute, _late, _watchdog_alone, _hung, _lost)
     found = (rule(evidence) for rule in rules)
     line, status = next(filter(None, found), None) or _follower(evidence)
     say(line)
     for entry in evidence.entries:
         if "inode" in entry and status == STATUS_FAILED:
-            run_status.correct(Path(entry["run"]), entry["inode"], line.strip().splitlines()[0])
+            said_first = line.strip().splitlines()[0]
+            arguments = Path(entry["run"]), entry["inode"], said_first
+            # The disk may not answer: this process ends all the same.
+            writes = threading.Thread(target=run_status.correct, args=arguments, daemon=True)
+            writes.start()
+            writes.join(10)
     return status
 
 

@@ -47,12 +47,12 @@ def test_loading_processes_hand_over_batches_where_the_name_of_tmpdir_is_long(
     monkeypatch.setattr(multiprocessing.current_process(), "_config", {})
     monkeypatch.setattr(tempfile, "tempdir", f"{tmp_path}/{'x' * 76}")
     keep_socket_names_short()
-    short = multiprocessing.current_process()._config["tempdir"]
+    short = multiprocessing.current_process()._config["tempdir"]  # type: ignore[attr-defined]
     assert len(f"{short}/listener-12345678") < 108
     shutil.rmtree(short)
     monkeypatch.setattr(multiprocessing.current_process(), "_config", {})
     monkeypatch.setattr(tempfile, "mkdtemp", mock.Mock(side_effect=OSError("read-only")))
-    with pytest.raises(InputError, match="TMPDIR has .* set another TMPDIR"):
+    with pytest.raises(InputError, match=r"TMPDIR has .* set another TMPDIR"):
         keep_socket_names_short()
 
 

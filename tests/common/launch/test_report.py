@@ -15,6 +15,7 @@ import torch
 from common import log
 from common.errors import InputError
 from common.group.process_group import process_group
+from common.launch import start
 from common.launch.port import bind
 from common.launch.ranks import Ranks
 from common.launch.report import report, show_cause
@@ -153,6 +154,22 @@ def test_an_error_is_shown_before_the_runs_folder_is_touched(
     monkeypatch.setattr("common.run_status.failed", lambda *_: did.append("status"))
     assert report(ZeroDivisionError("a bug"), Ranks()) == 1
     assert did == ["say", "keep", "status"]
+
+
+def test_the_launcher_ends_though_a_rank_cannot_be_killed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has reported its error, and then waits for a disk that does not answer."""
+    monkeypatch.setattr(start, "GRACE_S", 0.1)
+    monkeypatch.setattr(start.Child, "doing", lambda _: "waiting for a disk")
+    monkeypatch.setattr(start.Child, "kill", lambda *_: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    start.prepare_launch()
+    errors, _ = start._open_report_channels()
+    errors.write_text(json.dumps(said(1, "no snapshot")) + "\n")
+    ranks = [start.Child(rank, 0, lambda: None) for rank in (0, 1)]
+    assert start.supervise(ranks) == 1
+    assert "error: rank 1: no snapshot" in capsys.readouterr().err
 
 
 # Stand-ins: no NCCL. Rank 1 hangs, rank 0 says and does what torch's watchdog does.

@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C import _distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from common import ROOT
@@ -361,8 +362,8 @@ def test_every_backend_of_the_group_is_asked_for_its_calls(
 
     config = "torch.distributed.get_backend_config"
     monkeypatch.setattr(config, lambda: "cpu:gloo,cuda:nccl")
-    monkeypatch.setattr(record.c10d, "_dump_fr_trace", dump)
-    monkeypatch.setattr(record.c10d, "_dump_nccl_trace", lambda: dump("nccl"), raising=False)
+    monkeypatch.setattr(_distributed_c10d, "_dump_fr_trace", dump)
+    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace", lambda: dump("nccl"), raising=False)
     assert [*record._recorded()] == [("gloo", {"of": "gloo"}), ("nccl", {"of": "nccl"})]
     assert asked == ["gloo", "nccl", "nccl2"]
 
