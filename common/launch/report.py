@@ -235,7 +235,7 @@ def show_cause(
     """
     entries = read_entries(errors)
     stopped = all(status == STATUS_STOPPED for _, status in failed) and not early
-    if stopped and not any("line" in entry for entry in entries):
+    if stopped and (failed or not any("line" in entry for entry in entries)):
         return STATUS_STOPPED if failed else STATUS_FINISHED
     waited, lost = (_who_said(text, said) for text in (hints.WAITED, hints.LOST))
     evidence = _Evidence(failed, silent, early, entries, waited, lost - waited)

@@ -222,22 +222,27 @@ def _collectives() -> list[Record]:
     ]
 
 
+def _dump(backend: str) -> bytes:
+    try:
+        return c10d._dump_fr_trace(backend=backend)
+    except TypeError:  # before torch 2.15 it is gloo's, and takes no backend
+        return c10d._dump_fr_trace() if backend == "gloo" else pickle.dumps({})
+
+
 def _recorded() -> Iterator[tuple[str, Record]]:
     """Each backend of the group, and the calls in its flight recorder."""
     used = re.findall(r"\w+(?=,|$)", dist.get_backend_config())
     dumps: dict[str, Callable[[], bytes]] = {}
     for backend in sorted({*used} | ({"nccl2"} if "nccl" in used else set())):
-        dumps[backend] = partial(c10d._dump_fr_trace, backend=backend)
+        dumps[backend] = partial(_dump, backend)
         if backend == "nccl" and hasattr(c10d, "_dump_nccl_trace"):
             dumps[backend] = c10d._dump_nccl_trace
     for backend, dump in dumps.items():
         try:
             content = dump()
-        except TypeError:  # before torch 2.15 it is gloo's, and takes no backend
-            content = c10d._dump_fr_trace() if backend == "gloo" else b""
-        except (RuntimeError, ValueError):  # torch has no such recorder
+        except (AttributeError, RuntimeError, ValueError):  # torch has no such recorder
             continue
-        for entry in pickle.loads(content).get("entries", ()) if content else ():  # noqa: S301
+        for entry in pickle.loads(content).get("entries", ()):  # noqa: S301
             yield backend, entry
 
 
