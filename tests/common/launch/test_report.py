@@ -149,6 +149,7 @@ def test_an_error_is_shown_before_the_runs_folder_is_touched(
 ) -> None:
     """A disk that does not answer would keep it for ever."""
     did: list[str] = []
+    monkeypatch.delenv("RECIPES_ERRORS", raising=False)
     monkeypatch.setattr(sys.modules[report.__module__], "say", lambda _: did.append("say"))
     monkeypatch.setattr(sys.modules[report.__module__], "_keep", lambda _: did.append("keep"))
     monkeypatch.setattr("common.run_status.failed", lambda *_: did.append("status"))
@@ -164,11 +165,15 @@ def test_the_launcher_ends_though_a_rank_cannot_be_killed(
     monkeypatch.setattr(start.Child, "doing", lambda _: "waiting for a disk")
     monkeypatch.setattr(start.Child, "kill", lambda *_: None)
     monkeypatch.setattr("signal.signal", lambda *_: None)
+    for name in ("ERRORS", "MESSAGES", "PARENT", "COMMAND"):
+        monkeypatch.setenv(f"RECIPES_{name}", "")  # and back, after the test
+    start._open_report_channels.cache_clear()
     start.prepare_launch()
     errors, _ = start._open_report_channels()
     errors.write_text(json.dumps(said(1, "no snapshot")) + "\n")
     ranks = [start.Child(rank, 0, lambda: None) for rank in (0, 1)]
     assert start.supervise(ranks) == 1
+    start._open_report_channels.cache_clear()
     assert "error: rank 1: no snapshot" in capsys.readouterr().err
 
 
