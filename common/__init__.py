@@ -36,6 +36,7 @@ Where to change what. Each room and file imports only from those below it; a tes
       stream            which samples form which batch, in which order
       broken            what is said of a sample that cannot be read or fits no batch
       batches           batches on the device, copied ahead of time
+      batch_wait        how long a rank waits for a batch, and how it is stopped meanwhile
     downloads           --download of the flower photos and of weights (of other data: datasets)
     snapshots/          the training state on the disk
       state             what a snapshot holds; how it is loaded, also on more or fewer ranks

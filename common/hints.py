@@ -14,13 +14,18 @@ LOCKED_MEMORY_HINT = (
 WATCHDOG = "Watchdog caught collective operation timeout"
 """What torch's watchdog of NCCL says before it aborts a rank that waited too long."""
 
-_TIMED_OUT = rf"Timed out waiting \d+ms|{WATCHDOG}"
+WAITED = rf"{WATCHDOG}|(?:collective|NCCL) operation timed out"
+"""The same, and as the backend nccl2 of torch 2.15 says it."""
+
+LOST = r"remote process exited|async error(?!.*cuda error)|communicator was aborted"
+"""What NCCL says on a rank when another one is gone."""
+
+_TIMED_OUT = rf"Timed out waiting \d+ms|{WAITED}"
 
 # What a rank says when another rank is gone or silent: the cause is in the other rank's message.
 _FOLLOWS = (
     r"Connection (closed|reset) by (remote )?peer|Connection refused|Broken pipe|Application "
-    rf"timeout caused pair closure|{_TIMED_OUT}|NCCL communicator was aborted|"
-    r"remote process exited or there was a network error|NET/IB.*: Got completion from peer"
+    rf"timeout caused pair closure|{_TIMED_OUT}|{LOST}|NET/IB.*: Got completion from peer"
 )
 
 _TABLE = {

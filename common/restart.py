@@ -6,6 +6,8 @@ further; the next rank 0 reads there in which folder to go on, and what the rest
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from common.errors import STATUS_FAILED, STATUS_STOPPED
+from common import driver
+from common.errors import STATUS_BAD_INPUT, STATUS_FAILED, STATUS_STOPPED
+from common.launch.process import python_path
 from common.launch.report import say
 from common.launch.start import LaunchOptions, forwarded, memory_file
 
@@ -52,6 +56,16 @@ def record(folder: Path, step: int = 0, resumed_from: int = 0) -> str:
     return f"restarted: lost {lost_s:.1f} s, steps done again: {lost}, now at step {step}"
 
 
+def usable_gpus_now() -> int:
+    """Usable GPUs, counted by a new process: in this one the driver still counts a lost GPU."""
+    code = "from common import driver; print(driver.usable_gpus() or 0)"
+    env = {**os.environ, "PYTHONPATH": python_path(None)}
+    counted = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
+    )
+    return int(counted.stdout or 0)
+
+
 def with_restarts(start: Callable[[int], int], nproc: int, options: LaunchOptions) -> int:
     """Start `nproc` ranks with `start`, and again after a failure; return the last exit status.
 
@@ -60,16 +74,23 @@ def with_restarts(start: Callable[[int], int], nproc: int, options: LaunchOption
     if not options.restarts:
         return start(nproc)
     os.environ["RECIPES_REACHED"] = str(memory_file("reached"))
-    tried, processes = Counter[str](), nproc
+    tried, processes, gpus = Counter[str](), nproc, driver.usable_gpus() or 0
     for number in range(options.restarts + 1):
         before = reached()
-        if (status := start(processes)) != STATUS_FAILED:
+        status = start(processes)
+        after = reached()
+        failed = status in (STATUS_FAILED, STATUS_BAD_INPUT)
+        left = usable_gpus_now() if failed and after.step and gpus else gpus
+        if left < gpus and status == STATUS_BAD_INPUT:  # what was right when the run began
+            status = STATUS_FAILED
+        if status != STATUS_FAILED:
             return status
         if forwarded:  # asked to stop, too: the newest snapshot is the state that is saved
             return STATUS_STOPPED
-        after = reached()
         shrinks = options.shrink and number and (after == before or not after.step)
         processes = max(1, processes // 2) if shrinks else nproc
+        if options.shrink and left < gpus:
+            processes = min(processes, max(1, left))
         found = Path(after.folder, "snapshots").glob("step_*.pt") if after.folder else ()
         snapshots = (path.name for path in found)
         source = f"newest snapshot {max(snapshots, default='none')}, on {processes} processes"

@@ -2,6 +2,8 @@
 
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -75,8 +77,24 @@ def seed_torch(device: torch.device, *parts: int) -> None:
         torch.default_generator.manual_seed(mix(*parts))
 
 
+_lent: list[dict[str, Any]] = []
+
+
+@contextmanager
+def lent_generators() -> Iterator[None]:
+    """The block may seed and use this process's generators; meanwhile their state is as before."""
+    _lent.append(rng_state())
+    try:
+        yield
+    finally:
+        set_rng_state(_lent[-1])
+        _lent.pop()
+
+
 def rng_state() -> dict[str, Any]:
     """This process's generator states, as values that `torch.load(weights_only=True)` loads."""
+    if _lent:
+        return _lent[0]
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, internal, gauss_next = random.getstate()
     return {

@@ -217,7 +217,8 @@ conclude() { # STATUS of the step: end the job with it, or have it requeued to g
     138 | 140 | 143) status=75 ;; # the signals: of a task that had not come to listen
     *) ! grep -qsx 75 "$RECIPES_STATUS" || status=75 ;;
     esac
-    if ((status == 137)); then # perhaps no rank is left to say so
+    # Perhaps no rank is left to say so. Else srun has killed the ranks that a failed one left behind.
+    if ((status == 137)) && ! grep -qs '"error":' "$run/status.json"; then
         echo "error: a rank was killed by SIGKILL; if no line above says why, perhaps out of memory:" \
             "sacct -j $job -o State,MaxRSS; give --mem or --mem-per-cpu, or fewer --num-workers" >&2
     fi

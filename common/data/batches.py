@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from common.data.batch_wait import each
+
 
 class DeviceBatches:
     """A loader's batches as the model sees them.
@@ -69,13 +71,13 @@ class DeviceBatches:
         """The batches on the device."""
         copying, ready = self.copying, None
         if copying is None:
-            for batch in self.loader:
+            for batch in each(self.loader):
                 batch = self.prepare(batch)
                 self.on_batch()
                 yield batch
             return
         copying.wait_stream(torch.cuda.current_stream(self.device))  # made scale and shift
-        for batch in self.loader:
+        for batch in each(self.loader):
             with torch.cuda.stream(copying):
                 batch = self.prepare(batch)
                 arrived = copying.record_event()

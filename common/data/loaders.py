@@ -1,7 +1,11 @@
 """From a data set to this rank's batches: the DataLoader, and the processes that load."""
 
+import atexit
+import multiprocessing
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import islice
@@ -13,11 +17,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from common import log
+from common.data import batch_wait
 from common.data.batches import DeviceBatches
 from common.data.datasets import Data, LoaderOptions
 from common.data.stream import FixedBatches, GlobalBatches, Key, Samples, eval_batch_size
 from common.data.workers import choose_num_workers, fastest_num_workers
-from common.errors import STOP_SIGNALS
+from common.errors import STOP_SIGNALS, InputError
 
 
 def rank_loaders(
@@ -68,6 +73,8 @@ def make_loader(
     pin_memory: bool = False,
 ) -> DataLoader[Any]:
     """A DataLoader over `batches`, lists of keys of `samples`; options as `loader_options`."""
+    if num_workers:
+        keep_socket_names_short()
     return Loader(
         samples,
         batch_sampler=batches,
@@ -75,6 +82,25 @@ def make_loader(
         persistent_workers=num_workers > 0,
         **loader_options(num_workers, pin_memory),
     )
+
+
+def keep_socket_names_short() -> None:
+    """Choose another folder for multiprocessing's sockets where the name of TMPDIR is too long.
+
+    The kernel allows 107 characters, of which multiprocessing needs 32. A loading process whose
+    socket cannot be made would never hand over a batch.
+    """
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if len(own := tempfile.gettempdir()) <= 75 or config.get("tempdir"):
+        return
+    try:
+        config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
+    except OSError as error:
+        raise InputError(
+            f"the name of TMPDIR has {len(own)} characters, and loading processes need a folder of "
+            f"at most 75 for their sockets ({error}): set another TMPDIR, or give --num-workers 0"
+        ) from error
+    atexit.register(shutil.rmtree, config["tempdir"], ignore_errors=True)
 
 
 class Loader(DataLoader[Any]):
@@ -113,6 +139,7 @@ def _start_worker(_worker: int) -> None:
     # an orderly stop into a crash. It ends when its queue closes or its parent is gone.
     for number in (*STOP_SIGNALS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    batch_wait.answer()
     sys.excepthook = _show_all_but_lost_connections
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, default_collate
 
 from common.data.broken import make_batch, read_sample
 from common.errors import InputError
-from common.seeds import mix, rng_state, seed_cpu, set_rng_state
+from common.seeds import lent_generators, mix, seed_cpu
 
 Key = tuple[int, int]
 """(epoch, index of the sample): with the seed, all that a sample depends on."""
@@ -67,17 +67,15 @@ class Samples(Dataset[Any]):
         Raises:
             TrainingError: a sample cannot be read, or fits no batch; it is named.
         """
-        # If no process loads, the model's dropout draws from the same generators.
-        before, samples = rng_state(), []
+        samples = []
         indices = [int(self.indices[index]) for _, index in keys]
         if will_read := getattr(self.source, "will_read", None):
             will_read(indices)
-        try:
+        # If no process loads, the model's dropout draws from the same generators.
+        with lent_generators():
             for index, seed in zip(indices, self.seeds_of(keys).tolist(), strict=True):
                 seed_cpu(seed)
                 samples.append(read_sample(self.source, index))
-        finally:
-            set_rng_state(before)
         return make_batch(self.collate, samples, indices, self.source)
 
     def seeds_of(self, keys: Sequence[Key]) -> NDArray[np.uint64]:

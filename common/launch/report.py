@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -67,8 +68,6 @@ def report(error: Exception, ranks: Ranks) -> int:
     own = expected and not isinstance(error, SampleError)  # else it is in the user's code
     trace = "" if own else "".join(traceback.format_exception(error))
     trace = found.stack if found and found.stack else trace
-    _keep(f"{line}\n{trace}".rstrip())
-    run_status.failed(error, line)
     elastic = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if elastic and follows:
         time.sleep(1)  # torchrun ends this rank, which then says nothing
@@ -88,6 +87,9 @@ def report(error: Exception, ranks: Ranks) -> int:
         time.sleep(1)  # mpirun and torchrun end all ranks when the first one ends
     elif not isinstance(error, PeerError):
         say(f"{line}\n{trace}")
+    # Last, because the run's folder may be on a disk that does not answer.
+    _keep(f"{line}\n{trace}".rstrip())
+    run_status.failed(error, line)
     if elastic and not follows and not isinstance(error, InputError):
         # torchrun shows the first failure; of two within a second, that of the lower rank.
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -232,18 +234,30 @@ def show_cause(
         said: what the ranks' libraries wrote to stderr.
         early: ranks that ended with status 0 or 75 while they still worked.
     """
-    if all(status == STATUS_STOPPED for _, status in failed) and not early:
+    entries = read_entries(errors)
+    stopped = all(status == STATUS_STOPPED for _, status in failed) and not early
+    if stopped and (failed or not any("line" in entry for entry in entries)):
         return STATUS_STOPPED if failed else STATUS_FINISHED
-    waited = {int(rank) for rank in re.findall(rf"\[Rank (\d+)\].*{hints.WATCHDOG}", said)}
-    evidence = _Evidence(failed, silent, early, read_entries(errors), waited)
-    rules = (_killed, _early, _own_error, _mute, _late, _watchdog_alone, _hung)
+    waited, lost = (_who_said(text, said) for text in (hints.WAITED, hints.LOST))
+    evidence = _Evidence(failed, silent, early, entries, waited, lost - waited)
+    rules = (_killed, _early, _own_error, _mute, _late, _watchdog_alone, _hung, _lost)
     found = (rule(evidence) for rule in rules)
     line, status = next(filter(None, found), None) or _follower(evidence)
     say(line)
     for entry in evidence.entries:
         if "inode" in entry and status == STATUS_FAILED:
-            run_status.correct(Path(entry["run"]), entry["inode"], line.strip().splitlines()[0])
+            said_first = line.strip().splitlines()[0]
+            arguments = Path(entry["run"]), entry["inode"], said_first
+            # The disk may not answer: this process ends all the same.
+            writes = threading.Thread(target=run_status.correct, args=arguments, daemon=True)
+            writes.start()
+            writes.join(10)
     return status
+
+
+def _who_said(text: str, said: str) -> set[int]:
+    """The ranks whose library said that; torch puts [Rank 0] or [... Rank 0] or [rank0] before."""
+    return {int(rank) for rank in re.findall(rf"(?i)\[[^]\n]*rank ?(\d+)\].*(?:{text})", said)}
 
 
 @dataclass(frozen=True)
@@ -256,6 +270,8 @@ class _Evidence:
     entries: list[dict[str, Any]]
     waited: set[int]
     """Ranks whose NCCL watchdog spoke: each waited too long for another rank."""
+    lost: set[int]
+    """Ranks whose NCCL said that another rank is gone."""
 
     @cached_property
     def reports(self) -> list[dict[str, Any]]:
@@ -270,13 +286,18 @@ class _Evidence:
     @property
     def abort(self) -> int | None:
         """The status of ranks that NCCL aborted, if something else explains that."""
-        return -signal.SIGABRT if self.own or self.waited or self.early else None
+        explained = self.own or self.waited or self.lost or self.early
+        return -signal.SIGABRT if explained else None
 
     @property
     def hung(self) -> dict[int, str]:
         """Ranks that did not come to a collective, and what each was doing."""
         aborted = {r: "its own message is above" for r, s in self.failed if s == self.abort}
-        return {r: doing for r, doing in (aborted | self.silent).items() if r not in self.waited}
+        return {
+            r: doing
+            for r, doing in (aborted | self.silent).items()
+            if r not in self.waited | self.lost
+        }
 
 
 def _here(rank: int) -> str:
@@ -356,6 +377,14 @@ def _hung(seen: _Evidence) -> tuple[str, int] | None:
         "for it"
     )
     return line, STATUS_FAILED
+
+
+def _lost(seen: _Evidence) -> tuple[str, int] | None:
+    """NCCL aborted ranks here because one on another host is gone."""
+    if not seen.lost or seen.reports:
+        return None
+    what = f"{_here(min(seen.lost))}: NCCL: remote process exited or there was a network error"
+    return f"error: {hints.with_hint(what)}", STATUS_FAILED
 
 
 def _follower(seen: _Evidence) -> tuple[str, int]:

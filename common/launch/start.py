@@ -22,6 +22,7 @@ from common.launch.port import listen
 from common.launch.process import command_line, python_path
 from common.launch.report import (
     answered,
+    read_entries,
     say,
     say_stopped,
     show_cause,
@@ -234,6 +235,7 @@ def supervise(children: Sequence[Child]) -> int:
     silent: dict[int, str] = {}  # ranks that were killed below, and what each was doing
     said = ""  # by the ranks' libraries, most recently
     deadline, asked_s = float("inf"), 0.0
+    gone_s = float("inf")  # when no killed rank can still be dying, except in a call of the kernel
 
     def ask(_number: int, _frame: object) -> None:
         nonlocal asked_s
@@ -267,10 +269,15 @@ def supervise(children: Sequence[Child]) -> int:
                 if (status != 0 or child.rank in early) and child.rank not in silent:
                     failed.append((child.rank, status))
                     deadline = min(deadline, time.monotonic() + GRACE_S)
+            if deadline == float("inf") and any("line" in entry for entry in read_entries(errors)):
+                deadline = time.monotonic() + GRACE_S  # a rank may hang after it has reported
             if time.monotonic() > deadline:
                 for child in pending.values():
                     silent.setdefault(child.rank, child.doing())
                     child.kill(signal.SIGKILL)
+                gone_s = min(gone_s, time.monotonic() + GRACE_S)
+            if time.monotonic() > gone_s:
+                break  # a rank that waits for a disk cannot even be killed
             late = time.monotonic() > asked_s + ANSWER_S
             if asked_s and pending and (late or answered(errors, [*pending], asked_s)):
                 asked_s = 0.0

@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from common import log, restart, run_status
+from common.data import batch_wait
+from common.data.batch_wait import BatchWait
 from common.data.batches import DeviceBatches
 from common.data.datasets import Data
 from common.errors import StopRequested, TrainingError
@@ -127,15 +129,16 @@ class Loop:
         """
         if ddp is not None:
             self.compute.follow(ddp)
-        devices = self.run.devices
+        run, devices = self.run, self.run.devices
         if folder_of_check():
-            end_check(self.run, self.state, self.data, self.plan, self.steps_left)
+            end_check(run, self.state, self.data, self.plan, self.steps_left)
         self._stop, self._speed = StopAgreement(devices, leave=self._leave), Throughput(devices)
+        BatchWait(run.options.timeout_s, self._stop, run.ranks, lambda: self.state.step)
         if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is ignored
             signal.signal(signal.SIGINT, self._interrupt)
-        self._progress = progress_bar(self.last_step, self.state.step, main=self.run.ranks.is_main)
+        self._progress = progress_bar(self.last_step, self.state.step, main=run.ranks.is_main)
         self._trace.before(self.state.step + 1)
-        run, begun, per_epoch = self.run, self.state.step + 1, self.plan.steps_per_epoch
+        begun, per_epoch = self.state.step + 1, self.plan.steps_per_epoch
         end_of_epoch = -(-(begun + SETTLE) // per_epoch) * per_epoch
         steps = begun, min(end_of_epoch, self.last_step)
         parts = self.state.parts
@@ -384,6 +387,7 @@ class Loop:
             summary["best"] = {k: v for k, v in best.items() if k != "weights"}
         all_epochs = self.state.step == self.plan.all_steps
         self.run.finish(state_dict, all_epochs=all_epochs, **(summary | more))
+        batch_wait.end()
         self._stop.release()  # only now: a signal shortly before the end lets the run finish
         if signal.getsignal(signal.SIGINT) == self._interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -55,7 +55,7 @@ class RunOptions:
     cpu_threads: int = 1
     """Threads per rank for an operation on a CPU [threads]; another number gives other bits."""
     timeout_s: float = may_change(600.0)
-    """Time after which a rank gives up waiting for the other ranks [s]."""
+    """Time after which a rank gives up waiting for the other ranks, or for a batch [s]."""
 
     @property
     def snapshots_on_the_way(self) -> int:

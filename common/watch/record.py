@@ -16,8 +16,9 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from sysconfig import get_path
 
@@ -79,11 +80,14 @@ class Watch:
         _current.append(self)
 
     def _run(self) -> None:
+        if str(self._about.get("device")).startswith("cuda"):
+            torch.cuda.set_device(self._about["device"])  # else it opens a context on GPU 0
         next_s = 0.0
         while not self._ended.wait(min(_ASKED_S, self._period_s)):
             asked, now_s = self._asked(), time.monotonic()
             if asked or now_s >= next_s:
-                self._look(asked=asked)
+                with suppress(Exception):  # of torch's recorder: the next look may be better
+                    self._look(asked=asked)
                 next_s = now_s + self._period_s
 
     def _asked(self) -> bool:
@@ -154,6 +158,11 @@ def _found(step: int) -> Record:
     }
 
 
+def place() -> str:
+    """Where the main thread is."""
+    return _place(reversed(main_stack()))
+
+
 def main_stack() -> list[traceback.FrameSummary]:
     """The main thread's Python stack, the newest frame last; empty if it cannot be written.
 
@@ -198,11 +207,9 @@ def _caller(frames: Iterable[Record]) -> str:
 
 def _collectives() -> list[Record]:
     """The collectives that this rank waits for."""
-    names = ["_dump_fr_trace"] + ["_dump_nccl_trace"] * ("nccl" in dist.get_backend_config())
-    dumps = [getattr(c10d, name)() for name in names if hasattr(c10d, name)]
-    entries = [e for dump in dumps for e in pickle.loads(dump).get("entries", ())]  # noqa: S301
     return [
         {
+            "backend": backend,
             "group": entry["process_group"][0],
             "ranks": _members(entry["process_group"][0]),
             "number": entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"],
@@ -210,9 +217,33 @@ def _collectives() -> list[Record]:
             "sizes": entry["input_sizes"],
             "place": _caller(entry.get("frames", ())),
         }
-        for entry in entries
+        for backend, entry in _recorded()
         if not entry["retired"] and entry["state"] != "completed"
     ]
+
+
+def _dump(backend: str) -> bytes:
+    try:
+        return c10d._dump_fr_trace(backend=backend)
+    except TypeError:  # before torch 2.15 it is gloo's, and takes no backend
+        return c10d._dump_fr_trace() if backend == "gloo" else pickle.dumps({})
+
+
+def _recorded() -> Iterator[tuple[str, Record]]:
+    """Each backend of the group, and the calls in its flight recorder."""
+    used = re.findall(r"\w+(?=,|$)", dist.get_backend_config())
+    dumps: dict[str, Callable[[], bytes]] = {}
+    for backend in sorted({*used} | ({"nccl2"} if "nccl" in used else set())):
+        dumps[backend] = partial(_dump, backend)
+        if backend == "nccl" and hasattr(c10d, "_dump_nccl_trace"):
+            dumps[backend] = c10d._dump_nccl_trace
+    for backend, dump in dumps.items():
+        try:
+            content = dump()
+        except (AttributeError, RuntimeError, ValueError):  # torch has no such recorder
+            continue
+        for entry in pickle.loads(content).get("entries", ()):  # noqa: S301
+            yield backend, entry
 
 
 def _members(group: str) -> list[int]:

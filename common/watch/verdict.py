@@ -93,11 +93,15 @@ def verdict(logs: Path) -> Verdict | None:
             members = need[waiting].get("ranks") or range(len(found))
             more = [other for other in members if other > rank and other not in first]
             return _late(found, rank, waiting, need[waiting], more)
-    groups = defaultdict[str, list[int]](list)
-    for rank, call in first.items():
-        if call["kind"] not in ("send", "recv"):  # their numbers and kinds need not be equal
-            groups[call["group"]].append(rank)
-    for ranks in groups.values():
+    groups = defaultdict[tuple[str, str], dict[int, Record]](dict)
+    for rank, calls in waits.items():
+        for backend in {call.get("backend", "") for call in calls}:  # each one counts its own calls
+            own = [call for call in calls if call.get("backend", "") == backend]
+            call = min(own, key=by_number)
+            if call["kind"] not in ("send", "recv"):  # their numbers and kinds need not be equal
+                groups[backend, call["group"]][rank] = call
+    for first in groups.values():
+        ranks = [*first]
         waiting = max(ranks, key=lambda rank: first[rank]["number"])
         number = first[waiting]["number"]
         if behind := [rank for rank in ranks if first[rank]["number"] < number]:
@@ -110,6 +114,7 @@ def verdict(logs: Path) -> Verdict | None:
             theirs = f"{found[other]['who']} calls {_call(first[other])}"
             says = f"calls {_call(first[rank])}, while {theirs}: they must be the same"
             return _of(found, rank, says)
+    first = {rank: min(calls, key=by_number) for rank, calls in waits.items()}
     waiting = max(first, key=lambda rank: first[rank]["number"])
     call = _call(first[waiting], f", which {found[waiting]['who']} calls")
     if [len(ranks) for ranks in groups.values()] == [len(first)]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from common import restart
+from common import driver, restart
 from common.errors import StopRequested
 from common.group.stop import StopAgreement
 from common.launch import start
@@ -116,6 +116,21 @@ def test_fewer_processes_after_a_restart_without_a_step_and_all_at_the_next(play
     plan = [(7, 4, 1), nothing, (5, 8, 1), nothing, nothing, (5, 12, 1), (9, 0, 0)]
     status, starts = play(9, *plan, shrink=True)
     assert (status, starts.processes) == (0, [4, 4, 2, 4, 2, 1, 4])
+
+
+@pytest.mark.parametrize(("shrink", "processes"), [(True, [4, 3, 3]), (False, [4, 4, 4])])
+def test_a_gpu_that_is_lost_is_a_failure_and_the_others_go_on(
+    play: Play, monkeypatch: pytest.MonkeyPatch, processes: list[int], *, shrink: bool
+) -> None:
+    """The ranks that see too few devices end with status 2."""
+    monkeypatch.setattr(driver, "usable_gpus", lambda: 4)
+    monkeypatch.setattr(restart, "usable_gpus_now", lambda: 3)
+    status, starts = play(3, (7, 4, 1), (2, 6, 2), (9, 0, 0), shrink=shrink)
+    assert (status, starts.processes) == (0, processes)
+
+
+def test_gpus_are_counted_by_a_new_process() -> None:
+    assert restart.usable_gpus_now() == (driver.usable_gpus() or 0)
 
 
 def test_without_restarts_nothing_is_recorded(tmp_path: Path) -> None:

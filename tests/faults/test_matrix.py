@@ -106,7 +106,8 @@ FAULTS = {
     "stops answering": Fault(rf"error: rank 1 on {HERE} stopped answering \(stopped by a signal\)"),
     "sleeps for ever": Fault(rf"{ABSENT}it is at \S*sitecustomize.py:\d+ \(happen\)", recipes=DDP),
     "hangs in data loading": Fault(
-        rf"{ABSENT}it is at \S*sitecustomize.py:\d+ \(<lambda>\)",
+        rf"error: rank 1 on {HERE}: got no batch for {TIMEOUT_S} s: it is at "
+        r"\S*sitecustomize.py:\d+ \(<lambda>\)",
         options=("--num-workers", "0"),
         recipes=DDP,
     ),
@@ -759,6 +760,39 @@ def test_a_data_file_that_vanishes(scene: Scene, rows: list[dict[str, Any]], wor
             "seconds": elapsed_s,
             "first_line": first.replace(str(root), "DATA"),
             "resumed_from": assert_intact(scene.folder),
+        }
+    )
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_data_that_stall(
+    scene: Scene, wholes: dict[str, Result], rows: list[dict[str, Any]], workers: str
+) -> None:
+    """No rank gets a batch: nobody waits in a collective."""
+    stalled = scene.recipe.tmp_path / "stalled"
+    stalled.touch()
+    options = (*nproc("ddp_launch"), *OPTIONS, "--num-workers", workers)
+    command = scene.recipe.command("ddp_launch", *options)
+    process = scene.recipe.start(
+        *command, "--timeout-s", str(TIMEOUT_S), env={**scene.env, "STALLED": str(stalled)}
+    )
+    start_s = time.monotonic()
+    result = scene.recipe.finish(process, scene.folder)
+    elapsed_s = scene.wait_until_gone(start_s)
+    who = "it" if workers == "0" else r"its loading process \d+"
+    line = rf"error: rank [01] on {HERE}: got no batch for {TIMEOUT_S} s: {who} is at \S+ \(stalled"
+    assert (result.status, len(result.errors)) == (1, 1), result.stderr
+    assert re.match(line, result.errors[0]), result.stderr
+    stalled.unlink()
+    again = scene.recipe.finish(scene.recipe.start(*command), scene.folder).assert_ok()
+    assert (again.sha, again.losses) == (wholes["ddp_launch"].sha, wholes["ddp_launch"].losses)
+    rows.append(
+        {
+            "fault": f"no rank gets a batch (--num-workers {workers})",
+            "status": 1,
+            "recipe": "ddp_launch",
+            "seconds": elapsed_s,
+            "first_line": result.errors[0],
         }
     )
 

@@ -1,10 +1,15 @@
 """The sample stream is a pure function of (seed, epoch, index)."""
 
+import multiprocessing
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from itertools import chain, islice, product
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from common.data import loaders
-from common.data.loaders import Loader, loader_options, make_loader
+from common.data.loaders import Loader, keep_socket_names_short, loader_options, make_loader
 from common.data.stream import FixedBatches, GlobalBatches, Samples, eval_batch_size
 from common.errors import InputError
 from recipes.tune_loader.streams import ItemStream, make_item_loader, make_stream_loader
@@ -32,6 +37,21 @@ class Numbers:
 
 def samples(count: int, seed: int = 7) -> Samples:
     return Samples(Numbers(), range(count), seed)
+
+
+def test_loading_processes_hand_over_batches_where_the_name_of_tmpdir_is_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multiprocessing.current_process(), "_config", {})
+    monkeypatch.setattr(tempfile, "tempdir", f"{tmp_path}/{'x' * 76}")
+    keep_socket_names_short()
+    short = multiprocessing.current_process()._config["tempdir"]  # type: ignore[attr-defined]
+    assert len(f"{short}/listener-12345678") < 108
+    shutil.rmtree(short)
+    monkeypatch.setattr(multiprocessing.current_process(), "_config", {})
+    monkeypatch.setattr(tempfile, "mkdtemp", mock.Mock(side_effect=OSError("read-only")))
+    with pytest.raises(InputError, match=r"TMPDIR has .* set another TMPDIR"):
+        keep_socket_names_short()
 
 
 @settings(max_examples=50, deadline=None)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import mmap
 import re
 import socket
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from common import log
 from common.errors import InputError
+from common.launch import start
 from common.launch.port import bind
 from common.launch.ranks import Ranks
 from common.launch.report import report, show_cause
@@ -86,6 +88,91 @@ def test_the_rank_that_nccls_watchdog_waited_for_is_named(
     assert show_cause(failed, silent, errors, text) == 1
     first = capsys.readouterr().err.strip().splitlines()[0]
     assert re.search(f"^error: {shown}", first), first
+
+
+SAYS = {
+    "libtorch_cuda.so": ("Watchdog caught collective operation timeout: ", "PG GUID "),
+    "libtorch_cuda.so, from torch 2.15 on": (
+        "timeout - collective operation timed out",
+        "nccl hit async error",
+    ),
+    "libnccl.so.2": ("remote process exited or there was a network error",),
+}
+"""What this project looks for in the messages of libraries."""
+
+
+@pytest.mark.parametrize("library", SAYS)
+def test_the_libraries_still_say_what_is_looked_for(library: str) -> None:
+    name, _, since = library.partition(", ")
+    places = [Path(torch.__file__).parent, *(Path(folder) / "nvidia" for folder in sys.path)]
+    found = next((path for place in places for path in place.rglob(name)), None)
+    if not found:
+        pytest.skip(f"this torch has no {name}")
+    if since and torch.__version__ < "2.15":
+        pytest.skip("torch 2.15 brought nccl2")
+    with found.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        missing = [text for text in SAYS[library] if content.find(text.encode()) < 0]
+    assert not missing
+
+
+PREFIXES = ("[rank1]:[E1016 03:31:38.9 x.cpp:1] ", "[PG GUID 0(default_pg) Rank 1] ", "[Rank 1] ")
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("Watchdog caught collective operation timeout: WorkNCCL(", r"Watchdog caught .*: a rank"),
+        ("ProcessGroupNCCL2: timeout - collective operation timed out", "Watchdog caught"),
+        (
+            "error - nccl hit async error: remote process exited or there was",
+            "NCCL: rem.* gone",
+        ),
+        ("NCCL error: remote process exited or there was a network error", "NCCL: rem.* gone"),
+    ],
+)
+def test_a_rank_that_nccl_aborts_because_of_another_host_is_not_blamed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], prefix: str, text: str, shown: str
+) -> None:
+    errors = tmp_path / "errors"
+    errors.touch()
+    assert show_cause([(1, -6)], {}, errors, f"{prefix}{text}\n") == 1
+    first = capsys.readouterr().err.strip().splitlines()[0]
+    assert re.search(f"^error: rank 1 on .*{shown}", first), first
+    assert "SIGABRT" not in first
+
+
+def test_an_error_is_shown_before_the_runs_folder_is_touched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A disk that does not answer would keep it for ever."""
+    did: list[str] = []
+    monkeypatch.delenv("RECIPES_ERRORS", raising=False)
+    monkeypatch.setattr(sys.modules[report.__module__], "say", lambda _: did.append("say"))
+    monkeypatch.setattr(sys.modules[report.__module__], "_keep", lambda _: did.append("keep"))
+    monkeypatch.setattr("common.run_status.failed", lambda *_: did.append("status"))
+    assert report(ZeroDivisionError("a bug"), Ranks()) == 1
+    assert did == ["say", "keep", "status"]
+
+
+def test_the_launcher_ends_though_a_rank_cannot_be_killed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has reported its error, and then waits for a disk that does not answer."""
+    monkeypatch.setattr(start, "GRACE_S", 0.1)
+    monkeypatch.setattr(start.Child, "doing", lambda _: "waiting for a disk")
+    monkeypatch.setattr(start.Child, "kill", lambda *_: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    for name in ("ERRORS", "MESSAGES", "PARENT", "COMMAND"):
+        monkeypatch.setenv(f"RECIPES_{name}", "")  # and back, after the test
+    start._open_report_channels.cache_clear()
+    start.prepare_launch()
+    errors, _ = start._open_report_channels()
+    errors.write_text(json.dumps(said(1, "no snapshot")) + "\n")
+    ranks = [start.Child(rank, 0, lambda: None) for rank in (0, 1)]
+    assert start.supervise(ranks) == 1
+    start._open_report_channels.cache_clear()
+    assert "error: rank 1: no snapshot" in capsys.readouterr().err
 
 
 # Stand-ins: no NCCL. Rank 1 hangs, rank 0 says and does what torch's watchdog does.

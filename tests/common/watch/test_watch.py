@@ -6,6 +6,7 @@ The same with whole runs that hang: tests/faults/test_matrix.py.
 import ctypes
 import json
 import os
+import pickle
 import random
 import re
 import signal
@@ -24,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C import _distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from common import ROOT
@@ -119,6 +121,19 @@ STACK_AFTER_SIGQUIT = "Stack (most recent call first):\n" + C_STACK.rpartition("
             [at("a", pair(5, 0, 1)), at("a", pair(6, 0, 1)), *[at("a", pair(9, 2, 3))] * 2],
             "rank 0 on host0",
             "did not come to all_reduce 6, which rank 1 on host1 .*: it was last seen in all_red",
+        ),
+        (  # gloo counts its own calls: its 120th is not behind NCCL's 9000th
+            [
+                at("a", waits(120) | {"backend": "gloo"}, waits(9000) | {"backend": "nccl"}),
+                at("b", waits(8999) | {"backend": "nccl"}),
+            ],
+            "rank 1 on host1",
+            "not come to all_reduce 9000, which rank 0 .*: it was last seen in all_reduce 8999",
+        ),
+        (
+            [at("a", waits(120) | {"backend": "gloo"}), at("b", waits(9000) | {"backend": "nccl"})],
+            "",
+            "each rank waits for another one",
         ),
         ([at("a"), at("b")], None, ""),
         ([], None, ""),
@@ -332,6 +347,45 @@ def test_a_rank_that_hangs_leaves_its_stack(pool: Pool, tmp_path: Path, *, keep_
     assert re.search(r"rank 1 on \S+ did not come to all_reduce \d+, which rank 0", first), first
     assert re.search(r"calls at tests/common/watch/test_watch.py:\d+ \(hang\)", first), first
     assert any("in hang" in line for line in stack), stack
+
+
+def test_every_backend_of_the_group_is_asked_for_its_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def dump(backend: str = "gloo") -> bytes:
+        asked.append(backend)
+        if backend == "nccl2":
+            raise ValueError("no such recorder")
+        return pickle.dumps({"entries": [{"of": backend}]})
+
+    config = "torch.distributed.get_backend_config"
+    monkeypatch.setattr(config, lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(_distributed_c10d, "_dump_fr_trace", dump)
+    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace", lambda: dump("nccl"), raising=False)
+    assert [*record._recorded()] == [("gloo", {"of": "gloo"}), ("nccl", {"of": "nccl"})]
+    assert asked == ["gloo", "nccl", "nccl2"]
+
+
+def test_an_error_of_torchs_recorder_ends_no_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> list[dict[str, Any]]:
+        raise RuntimeError("of the recorder")
+
+    monkeypatch.setattr(record, "_collectives", broken)
+    devices: list[str] = []
+    monkeypatch.setattr("torch.cuda.set_device", devices.append)
+    record.Watch(tmp_path, 0, {"world_size": 1, "device": "cuda:3"}, 0.2, lambda: 3)
+    wait_for(lambda: devices)
+    thread = record._current[-1]._thread
+    thread.join(0.5)
+    assert thread.is_alive()
+    monkeypatch.setattr(record, "_collectives", list)
+    wait_for(lambda: "collectives" in verdict.read(tmp_path, 0))
+    record.stop()
+    assert devices == ["cuda:3"]
 
 
 def test_a_collective_is_called_by_the_recipe_that_needs_it() -> None:

@@ -14,6 +14,7 @@ EVALUATION_S is how long a batch of an evaluation takes, IMAGE_S how long the ch
 the file SEEN gets a byte for each.
 GATES is a folder. A rank waits after a step as long as the folder holds a file with the step's
 number, and in an evaluation or the check of images as long as it holds the file `seen`.
+No batch is made as long as the file STALLED exists: from the fourth one of each process on.
 """
 
 import os
@@ -146,6 +147,21 @@ def patch_kills(module: Any) -> None:
     module.Loop.after_step = changed
 
 
+def patch_samples(module: Any) -> None:
+    """Let no process make more than three batches as long as the file STALLED exists."""
+    from common.data import batch_wait
+
+    own, made = module.Samples.__getitems__, []
+
+    def stalled(self: Any, keys: Any) -> Any:
+        made.extend(batch_wait._current)  # none before the first epoch begins
+        while len(made) > 3 and Path(os.environ["STALLED"]).exists():
+            time.sleep(0.01)
+        return own(self, keys)
+
+    module.Samples.__getitems__ = stalled
+
+
 class Slowly:
     """Batches that take as long as those of a large data set."""
 
@@ -192,6 +208,8 @@ if "SLOW_BEFORE" in os.environ and "RANK" in os.environ:
     OnImport("common.run.loop", sleep_before_the_optimizer)
 if "GATES" in os.environ:
     OnImport("common.run.loop", patch_gates)
+if "STALLED" in os.environ:
+    OnImport("common.data.stream", patch_samples)
 if "KILLS" in os.environ:
     OnImport("common.run.loop", patch_kills)
 if "EVALUATION_S" in os.environ:
