@@ -145,7 +145,7 @@ need-suite:
 test-slow test-slurm image-test faults soak:
 	@echo "error: make $@ is now: make test SUITE=$(patsubst test-%,%,$(patsubst %-test,%,$@))" >&2; exit 2
 
-gpu-check: $(INSTALLED) ## Check what needs a GPU (minutes); writes tests/results/gpu_check.json
+gpu-check: $(INSTALLED) ## Check what needs a GPU (minutes): ARGS="--only use"; writes tests/results/gpu_check
 	@$(PYTHON) -m tests.gpu_check $(ARGS)
 
 ## Measure
