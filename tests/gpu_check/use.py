@@ -17,7 +17,7 @@ VERDICTS = ("identical", "equal within", "different from step")
 
 default_run = Once("default")
 """The run that the other checks use: ddp_launch's default, on all GPUs."""
-longer_run = Once("longer", "--epochs", "60")
+longer_run = Once("longer", "--epochs", "45")
 
 
 def first_line(check: Check) -> Found:
