@@ -116,9 +116,7 @@ PART = Part(
                 check, "bf16", "--channels-last", "--image-size", "96" if check.cuda else "64"
             )
         ),
-        "the_same_run_twice_gives_the_same_bits_fp16": lambda check: same_bits(
-            check, "fp16" if check.cuda else "fp64"
-        ),
+        "the_same_run_twice_gives_the_same_bits_fp16": partial(same_bits, precision="fp16"),
         "virtual_ranks_give_the_same_bits_on_one_and_two_gloo_ranks": virtual_ranks,
         "fsdp_on_one_and_two_gloo_ranks_trains_alike": fsdp_ranks,
         "one_and_two_ranks_train_alike_in_fp64": one_and_two_ranks,
