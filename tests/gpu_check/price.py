@@ -22,12 +22,13 @@ print(json.dumps({"counted": counted, **limits(torch.device(sys.argv[1]))}))
 
 
 def sizes(check: Check) -> tuple[str, ...]:
-    """Options of the timed runs of ddp_launch: ResNet-50, two epochs of `--data fake`."""
-    size = ("128", "64", "bf16", "8") if check.cuda else ("32", "64", "fp32", "1")
+    """Options of the timed runs of ddp_launch: six epochs of 16 steps of ResNet-50."""
+    size = ("128", "64", "bf16", "8") if check.cuda else ("32", "8", "fp32", "1")
     names = ("--image-size", "--global-batch-size", "--precision", "--num-workers")
     options = [part for pair in zip(names, size, strict=True) for part in pair]
     few = ("--epochs", "6") if check.cuda else ("--epochs", "1", "--max-steps", "2")
-    return ("--data", "fake", "--model", "resnet50", "--nproc", "1", *few, *options)
+    model = "resnet50" if check.cuda else "resnet18"
+    return ("--data", "fake", "--model", model, "--nproc", "1", *few, *options)
 
 
 def time_of(check: Check, options: tuple[str, ...]) -> Found:
