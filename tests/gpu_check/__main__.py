@@ -9,6 +9,7 @@ import sys
 import tarfile
 import tempfile
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -77,6 +78,7 @@ def archive(runs: Path, path: Path) -> None:
 
 def stop(number: int, _frame: object) -> NoReturn:
     """End as the signal asks, through every `finally`."""
+    print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)
     sys.exit(128 + number)
 
 
@@ -143,6 +145,8 @@ if __name__ == "__main__":
         status = main()
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         os._exit(status)  # not sys.exit: it would wait for a check that hangs
