@@ -142,7 +142,7 @@ need-suite:
 	@case "$(SUITE)" in ""|slow|slurm|image|faults|soak) ;; *) \
 	echo "error: no suite $(SUITE): SUITE is slow, slurm, image, faults or soak" >&2; exit 2 ;; esac
 
-gpu-check: $(INSTALLED) ## Check what needs a GPU (minutes); writes tests/results/gpu_check.json
+gpu-check: $(INSTALLED) ## Check what needs a GPU (minutes): ARGS="--only use"; writes tests/results/gpu_check
 	@$(PYTHON) -m tests.gpu_check $(ARGS)
 
 ## Measure

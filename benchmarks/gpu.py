@@ -1,4 +1,4 @@
-"""ResNet-50 on one GPU: images/s of each setting, and the GPU's limits. `make gpu-check` runs it.
+"""ResNet-50 on one GPU: images/s of each setting, and the GPU's limits.
 
     python -m benchmarks.gpu cuda FILE      write JSON, also in between (cpu only tests this script)
 

@@ -15,11 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from common import driver
 from common.errors import STATUS_BAD_INPUT, STATUS_FAILED, STATUS_STOPPED
 from common.launch.process import python_path
 from common.launch.report import say
-from common.launch.start import LaunchOptions, forwarded, memory_file
+from common.launch.start import LaunchOptions, forwarded, memory_file, usable_gpus
 
 
 class Reached(NamedTuple):
@@ -58,7 +57,7 @@ def record(folder: Path, step: int = 0, resumed_from: int = 0) -> str:
 
 def usable_gpus_now() -> int:
     """Usable GPUs, counted by a new process: in this one the driver still counts a lost GPU."""
-    code = "from common import driver; print(driver.usable_gpus() or 0)"
+    code = "from common.launch.start import usable_gpus; print(usable_gpus())"
     env = {**os.environ, "PYTHONPATH": python_path(None)}
     counted = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
@@ -74,7 +73,7 @@ def with_restarts(start: Callable[[int], int], nproc: int, options: LaunchOption
     if not options.restarts:
         return start(nproc)
     os.environ["RECIPES_REACHED"] = str(memory_file("reached"))
-    tried, processes, gpus = Counter[str](), nproc, driver.usable_gpus() or 0
+    tried, processes, gpus = Counter[str](), nproc, usable_gpus()
     for number in range(options.restarts + 1):
         before = reached()
         status = start(processes)

@@ -71,7 +71,7 @@ def gpu_use(devices: list[torch.device]) -> Tensor:
 
     Utilisation is the share of the last moment (at most 1 s) in which any kernel ran; memory is
     that of all processes. torch asks NVML, by way of the package nvidia-ml-py. A part of a GPU
-    (MIG) has no utilisation. (untried on a GPU)
+    (MIG) has no utilisation.
     """
     gpus = [device for device in devices if device.type == "cuda"]
     found = []

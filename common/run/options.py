@@ -40,7 +40,7 @@ class RunOptions:
     """Device to train on. auto: a GPU if there is one."""
     backend: Literal["auto", "gloo", "nccl"] = may_change("auto")
     """Backend of the process group. auto: nccl on GPUs, gloo on CPUs.
-    With gloo, several ranks can share one GPU (untried on a GPU)."""
+    With gloo, several ranks can share one GPU."""
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """Arithmetic of the model. bf16 and fp16 are mixed precision; fp16 uses a loss scaler.
     On a CPU, bf16 without --no-portable is many times slower than fp32."""
@@ -50,8 +50,7 @@ class RunOptions:
     """On a CPU, use kernels that give the same bits on every x86-64 CPU with AVX2.
     --no-portable uses the CPU's best kernels: in fp32 1.2 to 1.7 times as fast with AVX-512."""
     tf32: bool = False
-    """Faster fp32 products on GPUs, with factors rounded to 10 bits of mantissa (TF32)
-    (untried on a GPU)."""
+    """Faster fp32 products on GPUs, with factors rounded to 10 bits of mantissa (TF32)."""
     cpu_threads: int = 1
     """Threads per rank for an operation on a CPU [threads]; another number gives other bits."""
     timeout_s: float = may_change(600.0)

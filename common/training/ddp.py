@@ -24,8 +24,7 @@ class ParallelOptions:
     """How the ranks share a step."""
 
     sync_bn: bool = False
-    """BatchNorm over the global batch instead of each rank's slice; GPUs only
-    (untried on a GPU)."""
+    """BatchNorm over the global batch instead of each rank's slice; GPUs only."""
     virtual_ranks: int = 0
     """Shards of each global batch, a power of two. 0: one shard per process.
     Any number of processes, up to this number, gives the same bits."""

@@ -49,9 +49,9 @@ class ModelOptions:
     """Train the last layer only."""
     channels_last: bool = False
     """Memory layout with the channels of a pixel side by side. On CPUs some models are faster.
-    On GPUs with bf16 or fp16 it should be faster (untried on a GPU)."""
+    On GPUs with bf16 or fp16 it should be faster."""
     compile: bool = False
-    """Train with torch.compile; on CPUs it may be slower (untried on a GPU).
+    """Train with torch.compile; on CPUs it may be slower.
     It needs a C++ compiler, and up to a minute at the start. Evaluation is not compiled."""
 
     def __post_init__(self) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from common import driver, restart
+from common import restart
 from common.errors import StopRequested
 from common.group.stop import StopAgreement
 from common.launch import start
 from common.launch.ranks import Ranks
-from common.launch.start import LaunchOptions
+from common.launch.start import LaunchOptions, usable_gpus
 from common.training.evaluation import evaluate
 from recipes.fsdp.parallel import InStep
 from tests.helpers.pool import Pool, in_group
@@ -123,14 +123,14 @@ def test_a_gpu_that_is_lost_is_a_failure_and_the_others_go_on(
     play: Play, monkeypatch: pytest.MonkeyPatch, processes: list[int], *, shrink: bool
 ) -> None:
     """The ranks that see too few devices end with status 2."""
-    monkeypatch.setattr(driver, "usable_gpus", lambda: 4)
+    monkeypatch.setattr(restart, "usable_gpus", lambda: 4)
     monkeypatch.setattr(restart, "usable_gpus_now", lambda: 3)
     status, starts = play(3, (7, 4, 1), (2, 6, 2), (9, 0, 0), shrink=shrink)
     assert (status, starts.processes) == (0, processes)
 
 
 def test_gpus_are_counted_by_a_new_process() -> None:
-    assert restart.usable_gpus_now() == (driver.usable_gpus() or 0)
+    assert restart.usable_gpus_now() == usable_gpus()
 
 
 def test_without_restarts_nothing_is_recorded(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from torchvision.models import resnet34
 
 from common.parse import parse
 from recipes.__main__ import recipes
-from tests import gpu_check
 from tests.faults import matrix
 from tests.helpers.commands import FILES, ROOT, clean_env, copy_of_repository
 from tests.helpers.images import flowers, photo, small_fashion_mnist
@@ -212,12 +211,24 @@ def test_the_pages_are_short_and_in_the_readers_words() -> None:
             assert not found, f"{page}: {word}"
 
 
-def test_gpu_advice_is_marked_until_a_gpu_has_been_seen() -> None:
+def test_what_no_gpu_has_shown_is_said_once_per_page() -> None:
     code = [*(ROOT / "common").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")]
-    marked = [one for one in [*PAGES, *code] if MARK in one.read_text()]
-    file = gpu_check.RESULT
-    seen = file.exists() and "cuda" in json.loads(file.read_text())["command"]
-    assert bool(marked) != seen, f"remove the mark from what {file.name} has shown: {marked}"
+    assert [file for file in code if MARK in file.read_text()] == []
+    assert [page for page in PAGES if page.read_text().count(MARK) > 1] == []
+
+
+def test_figures_of_the_gpu_are_those_of_its_record() -> None:
+    record = json.loads((ROOT / "benchmarks" / "results" / "h200.json").read_text())
+    runs = [*record["trained"].values()]
+    for name in ("bf16, channels_last, batch 512", "bf16, channels_last, compile, batch 512"):
+        run = record["on_the_device"]["runs"][name]
+        runs.append({**run, "peak_memory_gb": run["peak_memory_bytes"] / 1e9})
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    table = page.partition("## One GPU")[2].partition("\n## ")[0]
+    found = re.findall(r"\| ([\d,]+) \| ([\d.]+) \|\n", table)
+    assert found == [(f"{r['images_per_s']:,.0f}", f"{r['peak_memory_gb']:.1f}") for r in runs]
+    ours, plain = (runs[n]["images_per_s"] for n in (2, 3))
+    assert f"{ours / plain:.2f} times on [one H200]" in (ROOT / "README.md").read_text()
 
 
 def test_the_first_screen_counts_what_is_there() -> None:

@@ -386,9 +386,10 @@ make --dry-run check >/tmp/check
 ! grep -e venv -e pip /tmp/check
 tail -n 1 /tmp/check | sh
 python -c '
-from tests.gpu_check import RESULT
+from tests.gpu_check import RESULTS
 from common.writing import write_json
-write_json(RESULT, {})
+RESULTS.mkdir()
+write_json(RESULTS / 'laws.json', {})
 import torch
 x = torch.randn(64, 64)
 f = lambda x: (x.sin() + x.cos()).relu().sum(1)
