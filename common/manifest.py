@@ -16,7 +16,7 @@ from common.identity import differences
 from common.kernels import PORTABLE
 from common.launch.process import command_line
 from common.machine import describe_machine
-from common.masking import masked_command
+from common.masking import masked_command, masked_diff
 
 # Never the whole environment: it may hold credentials.
 _ENVIRONMENT = (
@@ -92,7 +92,7 @@ def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) 
 def environment() -> dict[str, str]:
     """The variables that may decide a result, and all of NCCL's, without secrets."""
     kept = (n for n in os.environ if n in _ENVIRONMENT or n.startswith(("NCCL_", "TORCH_NCCL_")))
-    pairs = (masked_command(f"{name}={os.environ[name]}") for name in sorted(kept))
+    pairs = (masked_diff(f"{name}={os.environ[name]}") for name in sorted(kept))
     return dict(pair.split("=", 1) for pair in pairs)
 
 

@@ -47,7 +47,6 @@ from tools import predict, reproduce, trained
         ("--model vgg16", "vgg16.*resnet34"),
         ("--backend mpi", "wheels are built without MPI"),
         ("--backend nccl --device cpu", "nccl needs GPUs"),
-        ("--scale-lr 256 --global-batch-size 5000", "global batch of 5000 needs --warmup-epochs"),
         ("--batch-size 32", "perhaps you meant --global-batch-size or --batch-size-per-rank"),
         ("--batch_size=32", "perhaps you meant --global-batch-size or --batch-size-per-rank"),
         ("--syncBN", r"perhaps you meant --sync-bn\)"),
@@ -91,7 +90,7 @@ from tools import predict, reproduce, trained
         ("--virtual-ranks 2 --accumulate 2", "leave out --accumulate"),
         (
             "--global-batch-size 96 --accumulate 5",
-            "--accumulate 5 does not divide a rank's batch of 96: 95 or 100",
+            "--accumulate 5 does not divide a rank's batch of 96: give .* 95 or 100",
         ),
         ("--accumulate 0", "at least 1"),
         ("--virtual-ranks 4 --global-batch-size 90", "global batch of 90: 88 or 92 samples"),

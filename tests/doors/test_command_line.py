@@ -88,8 +88,8 @@ def assert_record(folder: Path, summary: dict[str, Any]) -> None:
     assert manifest["world_size"] == 2
     assert re.fullmatch("[0-9a-f]{64}", manifest["data_fingerprint"])
     assert manifest["determinism"]["cpu_threads"] == 1
-    of_libraries = {"OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", *PORTABLE}
-    assert set(manifest["environment"]) <= of_libraries
+    known = {"OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES", *PORTABLE}
+    assert set(manifest["environment"]) <= known | {"NCCL_DEBUG_TOKEN"}
     weights = torch.load(folder / "model.pt", weights_only=True)
     assert weights_sha256(weights) == summary["weights_sha256"]
     assert not any(name.startswith("module.") for name in weights)

@@ -57,6 +57,7 @@ def before_nccl_connects(patch: pytest.MonkeyPatch, **options: bool) -> dict[str
     patch.setattr(module, "show_messages_to_parent", lambda: found.update(messages=True))
     patch.setattr(dist, "init_process_group", init)
     patch.setattr(torch.cuda, "set_device", lambda _: None)
+    patch.setattr(module, "open_contexts", lambda _: None)
     gpu = SimpleNamespace(uuid="GPU-1")
     patch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     ranks = Ranks(1, 1, 2, 2, "torchrun")

@@ -80,5 +80,4 @@ def test_nothing_forks_once_cuda_may_have_begun() -> None:
     assert {str(f.relative_to(ROOT)) for f in files if forks.search(f.read_text())} == {
         "common/data/loaders.py",  # the children load samples, which are on the CPU
         "recipes/checkpoint_rnn/plan.py",  # in a new process, to train on a CPU
-        "tools/doctor.py",  # before anything of CUDA
     }, "use spawn"
