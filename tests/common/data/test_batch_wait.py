@@ -108,7 +108,7 @@ def test_a_wait_for_a_batch_has_the_time_out_of_a_collective(
     with ended as status, pytest.raises(SystemExit):
         rank._look(601.0)
     status.assert_called_once_with(1)
-    line = r"error: rank 1 on \S+: got no batch for 600 s: it is at \S+test_batch_wait.py:\d+ \("
+    line = r"error: rank 1 on \S+: got no batch for 600 s: it is at \S+:\d+ \("
     assert re.match(line, capsys.readouterr().err)
     batch_wait.end()
 

@@ -151,7 +151,7 @@ def patch_samples(module: Any) -> None:
     """Let no process make more than three batches as long as the file STALLED exists."""
     from common.data import batch_wait
 
-    own, made = module.Samples.__getitems__, []
+    own, made = module.ArraySamples.__getitems__, []
 
     def stalled(self: Any, keys: Any) -> Any:
         made.extend(batch_wait._current)  # none before the first epoch begins
@@ -159,7 +159,7 @@ def patch_samples(module: Any) -> None:
             time.sleep(0.01)
         return own(self, keys)
 
-    module.Samples.__getitems__ = stalled
+    module.ArraySamples.__getitems__ = stalled
 
 
 class Slowly:
@@ -209,7 +209,7 @@ if "SLOW_BEFORE" in os.environ and "RANK" in os.environ:
 if "GATES" in os.environ:
     OnImport("common.run.loop", patch_gates)
 if "STALLED" in os.environ:
-    OnImport("common.data.stream", patch_samples)
+    OnImport("common.data.datasets", patch_samples)
 if "KILLS" in os.environ:
     OnImport("common.run.loop", patch_kills)
 if "EVALUATION_S" in os.environ:
