@@ -49,7 +49,7 @@ from common.launch.ranks import resolve
 ranks = resolve()
 visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
 gpus = len(visible.split(",")) if visible else 0
-torch.cuda.device_count = lambda: gpus
+torch.cuda.device_count, torch.cuda.init = lambda: gpus, lambda: None
 device = choose_device("cuda", ranks).index if gpus else None
 print(json.dumps(["probe", ranks.launcher, ranks.rank, ranks.local_rank, ranks.world_size,
                   ranks.local_world_size, ranks.master_addr, socket.gethostname(), visible,
