@@ -236,8 +236,7 @@ def eight_ranks() -> Iterator[Pool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("model", ["convnet", "resnet18"])
+@pytest.mark.parametrize(("model", "precision"), [("convnet", "bf16"), ("resnet18", "fp32")])
 def test_eight_shards_on_any_number_of_processes(
     eight_ranks: Pool, tmp_path: Path, model: str, precision: str
 ) -> None:
@@ -256,9 +255,8 @@ def test_eight_shards_on_any_number_of_processes(
         return Result(0, "", "", tmp_path / name)
 
     one = train(1, "1", 4)
-    for world_size in (3, 5, 7):
-        assert_same_bits(train(world_size, str(world_size), 4), one)
-    for world_size, steps in ((8, 1), (7, 2), (3, 3), (5, 4)):
+    assert_same_bits(train(7, "7", 4), one)
+    for world_size, steps in ((8, 1), (3, 3), (5, 4)):
         cut = train(world_size, "cut", steps)
     assert cut.summary["resumed_from"] == 3
     assert_same_bits(cut, one)
