@@ -319,7 +319,7 @@ def test_an_interpreter_without_torch_is_named(recipe: Recipe) -> None:
 def test_two_commands_at_random_distances_in_one_folder(recipe: Recipe) -> None:
     """Of each pair one trains and one is refused, or finds the run finished; one hash."""
     draw, hashes = random.Random(0), set()
-    for number in range(int(os.environ.get("ROUNDS", "10"))):
+    for number in range(int(os.environ.get("ROUNDS", "4"))):
         name = f"run{number}"
         command = recipe.command("ddp_launch", *SHORT, folder=name)
         first = recipe.start(*command)

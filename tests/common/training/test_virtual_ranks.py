@@ -312,10 +312,8 @@ def test_unequal_shares_have_no_batch_size_per_rank(pool: Pool, tmp_path: Path) 
         )
 
 
-RESNET = (
-    "--model resnet18 --lr 0.02 --epochs 2 --max-steps 18 --log-every 1 --virtual-ranks 8".split()
-)
-"""An epoch of 14 steps, and the beginning of the next."""
+RESNET = "--model resnet18 --lr 0.02 --max-steps 18 --log-every 1 --virtual-ranks 8".split()
+RESNET += ["--global-batch-size", "32"]
 
 
 class Shared(nn.Module):
