@@ -250,7 +250,7 @@ def play(
             continue
         elif not how or not _INTERRUPTED | ({2} if damaged else set()) >= codes:
             raise RuntimeError(f"ended with {codes} {about}")
-        if folder.is_dir() and any(folder.iterdir()):
+        if not ended and folder.is_dir() and any(folder.iterdir()):  # a finished run is read-only
             kind, entry, file, before = damage(folder, dice, hit)
             last = file, before
             damaged.add(file)
