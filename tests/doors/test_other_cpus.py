@@ -21,8 +21,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 CASES = {
     "convolutions": "ddp_launch --max-steps 3 --data imagefolder --data-path photos "
     "--image-size 16 --global-batch-size 8 --num-workers 0",
-    "transformer": "fsdp --max-steps 2 --layers 1 --data text --data-path text",
-    "recurrent": "checkpoint_rnn --max-steps 2 --length 40",
+    "transformer": "fsdp --max-steps 2 --layers 1 --width 32 --heads 2 --context 16 --data text "
+    "--data-path text",
+    "recurrent": "checkpoint_rnn --max-steps 2 --length 40 --hidden-size 8",
 }
 # Under qemu, importing torch takes longer than training: one process for all runs.
 _RUN_ALL = """\
