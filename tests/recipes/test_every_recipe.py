@@ -155,16 +155,12 @@ def test_a_compiled_model_trains_alike_and_goes_on_to_the_bit(recipe: Recipe) ->
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("ddp_launch", "--epochs 1"),
-        ("dp_resnet50", "--model resnet18 --max-steps 2"),
         ("dp_scratch", "--epochs 1"),
-        ("model_parallel_toy", "--model toy --max-steps 2"),
         ("checkpoint_rnn", "--length 64 --hidden-size 8"),
-        ("fsdp", "--layers 1 --width 32 --context 16"),
         ("tune_loader", "--max-workers 1 --samples 64"),
     ],
 )
-def test_every_comparison(recipe: Recipe, name: str, options: str) -> None:
+def test_comparisons(recipe: Recipe, name: str, options: str) -> None:
     """Far too short for its figures to mean anything: that it measures, draws and tells."""
     folder = recipe.tmp_path / "results"
     command = [sys.executable, "-m", "tools.bench", name, *options.split()]
