@@ -389,7 +389,7 @@ python -c '
 from tests.gpu_check import RESULTS
 from common.writing import write_json
 RESULTS.mkdir()
-write_json(RESULTS / 'laws.json', {})
+write_json(RESULTS / "laws.json", {})
 import torch
 x = torch.randn(64, 64)
 f = lambda x: (x.sin() + x.cos()).relu().sum(1)
