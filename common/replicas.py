@@ -66,11 +66,6 @@ def unlike_replicas(parts: Mapping[str, Any], step: int, *, buffers: bool) -> st
     return _verdict(f"differs between ranks after step {step}", names, votes)
 
 
-def _votes(fingerprints: Iterable[Tensor]) -> list[tuple[int, ...]]:
-    """Every rank's fingerprints, on every rank."""
-    return gather(tuple(map(int, fingerprints)))
-
-
 def _verdict(what: str, names: Sequence[str], votes: Iterable[tuple[int, tuple[Any, ...]]]) -> str:
     """The first tensor that differs and the ranks at fault; empty if all votes are equal.
 

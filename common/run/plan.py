@@ -161,6 +161,8 @@ def make_plan(
         cut_by=cut_by,
         uneven=uneven,
     )
+    if options.scale_lr and not options.warmup_epochs and size >= 5000:
+        raise InputError(f"--scale-lr for a global batch of {size} needs --warmup-epochs")
     source, fitted, rate = "--global-batch-size", options, f"--lr {options.lr:g}"
     if isinstance(options.lr, Default):
         rate = f"default {options.lr:g}"
@@ -248,8 +250,6 @@ def refuse_size(
 def _warn(plan: Plan, parts: int) -> None:
     options, size, steps = plan.options, plan.global_batch_size, plan.steps_per_epoch
     if options.scale_lr and not options.warmup_epochs:
-        if size >= 5000:
-            raise InputError(f"--scale-lr for a global batch of {size} needs --warmup-epochs")
         log.warning(
             f"--scale-lr without --warmup-epochs: training begins with --lr {plan.peak_lr:g}"
         )
