@@ -144,7 +144,7 @@ class Run:
     def finished(self, last_step: int, *, can_resume: bool) -> bool:
         """Whether nothing is left to do up to `last_step`; if so, show the run's summary.
 
-        A run that has ended can train more steps, or write a lost model.pt, from a snapshot.
+        A run that has ended can train more steps, or write a lost file of weights, from a snapshot.
 
         Raises:
             InputError: something is left to do, but there is no snapshot (not `can_resume`).
@@ -154,11 +154,12 @@ class Run:
             if self.ranks.is_main and (self.before / "summary.json").exists():
                 summary = read_json(self.before / "summary.json", "steps")
                 more = summary["steps"] < last_step != summary.get("planned_steps")
-                lost = not (self.before / "model.pt").exists()
+                files = ["model.pt", *(["best.pt"] if summary.get("best") else [])]
+                lost = [name for name in files if not (self.before / name).exists()]
                 if (more or lost) and not can_resume:
                     raise InputError(
                         f"the run in {self.before} has ended, but its "
-                        f"{'model.pt is' if lost else 'snapshots are'} gone: choose another "
+                        f"{f'{lost[0]} is' if lost else 'snapshots are'} gone: choose another "
                         "--output-dir to train again"
                     )
                 if more or lost:

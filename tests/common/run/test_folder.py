@@ -74,21 +74,22 @@ def test_a_finished_run_is_never_trained_again(
         assert "already finished" in said
 
 
+@pytest.mark.parametrize("name", ["model.pt", "best.pt"])
 def test_a_finished_run_without_its_model_writes_it_again(
-    pool: Pool, finished: Path, tmp_path: Path
+    pool: Pool, finished: Path, tmp_path: Path, name: str
 ) -> None:
     folder = shutil.copytree(finished, tmp_path / "run")
-    (folder / "model.pt").unlink()
+    (folder / name).unlink()
     status, said = train(pool, folder)
     assert status == 0, said
     assert sha(folder) == sha(finished)
     assert ended(folder) == "finished"
-    assert (folder / "model.pt").read_bytes() == (finished / "model.pt").read_bytes()
+    assert (folder / name).read_bytes() == (finished / name).read_bytes()
     shutil.rmtree(folder / "snapshots")
-    (folder / "model.pt").unlink()
+    (folder / name).unlink()
     status, said = train(pool, folder)
     assert status == 2
-    assert "model.pt" in said
+    assert name in said
 
 
 @pytest.mark.parametrize(
