@@ -1,8 +1,8 @@
 """`make test SUITE=soak`: runs that are interrupted, damaged and started again, at random.
 
 Every round trains ddp_launch on 2 or 3 ranks, kills or stops it at random moments, up to five
-times, and starts it again each time. Between two starts, and once after the end, one random file of
-the run's folder is deleted, cut or filled with garbage. The run must go on, or end with status 2
+times, and starts it again each time. Between two starts, one random file of the run's folder is
+deleted, cut or filled with garbage. The run must go on, or end with status 2
 and name the file, which is then put back. Nothing may be lost: metrics.jsonl has every step once,
 in order, and the weights are those of a run that was never interrupted. The ranks are forked from a
 process that has imported everything, so that a start takes a fraction of a second.

@@ -20,13 +20,12 @@ FILES = (
     "manifest.json",
     "class_indices.json",
     "metrics.jsonl",
-    "summary.json",
     "status.json",
-    "model.pt",
     "snapshots",
     "logs",
     "tensorboard",
 )
+"""What a run that is not finished has in its folder; summary.json and model.pt come with its end."""
 
 
 def test_what_is_lost_or_repeated_is_noticed(tmp_path: Path) -> None:
