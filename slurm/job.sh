@@ -11,6 +11,7 @@
 #   MASTER_PORT   port of rank 0; default one of the job's own
 #   MAX_RESTARTS  how often in a row the job may restart without a new snapshot; default 3,
 #                 0: never
+#   MAX_REQUEUES  how often in all; default 100
 # shellcheck shell=bash disable=SC2034
 set -uo pipefail
 
@@ -27,7 +28,7 @@ SLURM_TASKS_PER_NODE=${SLURM_TASKS_PER_NODE:-$(((${SLURM_NTASKS:-$SLURM_NNODES} 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export SLURM_EXPORT_ENV=ALL # where sbatch was given --export, srun would pass on as little
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-MAX_RESTARTS=${MAX_RESTARTS:-3}
+MAX_RESTARTS=${MAX_RESTARTS:-3} MAX_REQUEUES=${MAX_REQUEUES:-100}
 # An array task's raw id can be that of the whole array.
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 job=${job:-$SLURM_JOB_ID}
@@ -154,14 +155,17 @@ resubmit() { # how to go on by hand; Slurm tells a job only some of the options 
         "$(printf '%q ' "$recipe" "${options[@]}" --output-dir "$run")"
 }
 
-no_progress() {
-    echo "error: $MAX_RESTARTS restarts in a row without a new snapshot in $run: not requeued. Look" \
-        "above for the reason; to continue anyway: $(resubmit)" >&2
+refuse_to_go_on() { # RESTARTS so far, with this one; else returns
+    local why=
+    ! stuck || why="$MAX_RESTARTS restarts in a row without a new snapshot in $run"
+    (($1 <= MAX_REQUEUES)) || why="$MAX_REQUEUES restarts (MAX_REQUEUES)"
+    [[ $why ]] || return 0
+    echo "error: $why: not requeued. Look above for the reason; to continue anyway: $(resubmit)" >&2
     exit 1
 }
 
 if ((${SLURM_RESTART_COUNT:-0})); then
-    stuck && no_progress # Slurm itself requeues for ever, where a node fails
+    refuse_to_go_on "$SLURM_RESTART_COUNT" # Slurm itself requeues for ever, where a node fails
     newest_snapshot >>"$run/slurm_restarts.txt"
     begins="restart $SLURM_RESTART_COUNT of job $job"
 else
@@ -229,7 +233,7 @@ conclude() { # STATUS of the step: end the job with it, or have it requeued to g
             exit 1
         fi
     fi
-    stuck && no_progress
+    refuse_to_go_on $((${SLURM_RESTART_COUNT:-0} + 1))
     if refused=$(scontrol requeue incomplete "$job" 2>&1); then # incomplete: not a cancelled one
         echo "job $job is requeued, to continue from $(from "$newest")"
         exit "$status"

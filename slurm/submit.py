@@ -41,6 +41,8 @@ from recipes import __main__ as front_door
 
 MAX_RESTARTS = 3
 """How often in a row a job may restart without a new snapshot."""
+MAX_REQUEUES = 100
+"""How often in all."""
 _MAX_TIMEOUTS = 10**6  # submitit's own limit would end a long run after so many time limits
 
 Job = submitit.Job[dict[str, Any]]
@@ -94,7 +96,9 @@ class Train:
         """What the requeued job calls; None, and so no requeue, where restarts lead nowhere."""
         newest = max((p.name for p in self.folder.glob("snapshots/step_*.pt")), default="none")
         self.restarts_from.append(newest)
-        if self.restarts_from[-MAX_RESTARTS - 1 :].count(newest) > MAX_RESTARTS:
+        stuck = self.restarts_from[-MAX_RESTARTS - 1 :].count(newest) > MAX_RESTARTS
+        if stuck or len(self.restarts_from) > MAX_REQUEUES:
+            print(f"not requeued after {len(self.restarts_from)} starts, the last from {newest}")
             return None
         return DelayedSubmission(self)
 

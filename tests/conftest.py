@@ -14,7 +14,7 @@ from common.kernels import choose_kernels
 from tests.helpers.commands import Recipe
 from tests.helpers.pool import Pool
 
-# No test sees a GPU or loads its driver, be it broken: what needs a GPU is in tests/gpu_check.py.
+# No test sees a GPU or loads its driver, be it broken: what needs a GPU is in tests/gpu_check.
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 os.environ["PYTHONWARNINGS"] = "ignore:CUDA initialization:UserWarning"  # of a broken driver
 
@@ -43,6 +43,14 @@ def own_signals() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda *_: None)  # a handler is not inherited, ignoring is
+
+
+@pytest.fixture(autouse=True)
+def same_signals() -> Iterator[None]:
+    """A signal that a test left blocked would never reach the commands that later tests start."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    assert signal.pthread_sigmask(signal.SIG_SETMASK, before) == before
 
 
 @pytest.fixture(scope="session", autouse=True)

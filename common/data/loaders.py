@@ -104,14 +104,21 @@ def keep_socket_names_short() -> None:
 
 
 class Loader(DataLoader[Any]):
-    """A DataLoader that is silent about more loading processes than CPU cores.
-
-    `choose_num_workers` says it in one line, and tune_loader tries such numbers on purpose. torch
-    would say it for each DataLoader and each of its iterators, on every rank.
-    """
+    """A DataLoader whose loading processes never end by a stop signal, and may be many."""
 
     def check_worker_number_rationality(self) -> None:
-        """Say nothing."""
+        """Say nothing: `choose_num_workers` does, and tune_loader tries such numbers on purpose.
+
+        torch would say it for each DataLoader and each of its iterators, on every rank.
+        """
+
+    def _get_iterator(self) -> Any:
+        # A signal that comes here waits for `_start_worker` in the new process.
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            return super()._get_iterator()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 def loader_options(num_workers: int, pin_memory: bool) -> dict[str, Any]:
@@ -139,6 +146,7 @@ def _start_worker(_worker: int) -> None:
     # an orderly stop into a crash. It ends when its queue closes or its parent is gone.
     for number in (*STOP_SIGNALS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     batch_wait.answer()
     sys.excepthook = _show_all_but_lost_connections
 

@@ -22,18 +22,20 @@ import os
 import resource
 import shutil
 import socket
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common import log
 from common.data.array_file import Texts, read_arrays
 from common.data.decode import decoded
 from common.data.image_folder import Header, Listing
@@ -244,8 +246,7 @@ def copy(pack: Pack, target: Path, *, show_progress: bool) -> None:
         target.mkdir(parents=True, exist_ok=True)
         lock = (target / ".lock").open("w")
     with lock:
-        with suppress(OSError):  # file systems without locks; another job may be copying it
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        wait_for_lock(lock, target)
         if is_whole(target, pack):
             return
         (target / INDEX).unlink(missing_ok=True)
@@ -265,6 +266,35 @@ def copy(pack: Pack, target: Path, *, show_progress: bool) -> None:
                 copy_file(pack.root / shard.name, target / shard.name)
                 bar.update()
         copy_file(pack.root / INDEX, target / INDEX)
+
+
+def wait_for_lock(lock: IO[str], target: Path, patience_s: float = 600.0) -> None:
+    """Own the copy in `target`; wait while another job copies it, as long as its files grow.
+
+    Raises:
+        InputError: they have not grown for `patience_s`.
+    """
+    size, since_s, said = -1, time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            before, size = size, sum(file.stat().st_size for file in target.glob("**/*"))
+            since_s = time.monotonic() if size != before else since_s
+            if not said:
+                log.info(f"another job copies {target}, or keeps its .lock: waiting for it")
+                said = True
+            if time.monotonic() - since_s > patience_s:
+                raise InputError(
+                    f"--data-local: another job keeps {target / '.lock'}, and its copy has not "
+                    f"grown for {patience_s:.0f} s: find the process by `lsof` or /proc/locks, and "
+                    "end it"
+                ) from None
+            time.sleep(0.5)
+        except OSError:  # a file system without locks
+            return
+        else:
+            return
 
 
 def is_whole(target: Path, pack: Pack) -> bool:

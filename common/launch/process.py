@@ -10,12 +10,14 @@ import signal
 import stat
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from sysconfig import get_path
 from time import monotonic, sleep
 from typing import Any, NoReturn
 
-from common import ROOT, run_status
+from common import ROOT, log, run_status
 from common.errors import (
     STATUS_FAILED,
     STATUS_FINISHED,
@@ -86,7 +88,9 @@ def run_rank(body: Callable[[], Any], ranks: Ranks) -> int:
     """Run `body` as a rank; report a failure and return the exit status."""
     die_with_parent()
     keep_freed_memory()
-    os.register_at_fork(before=_remember_parent, after_in_child=_end_with_rank)
+    os.register_at_fork(
+        before=_remember_parent, after_in_parent=_hear_signals, after_in_child=_end_with_rank
+    )
     fork_while_threads_sleep()
     _main[:] = [ranks.is_main]
     stop_at_once()
@@ -125,12 +129,42 @@ def end_process(status: int) -> NoReturn:
     A gloo thread may still drop the result of its last collective, and aborts the process if the
     interpreter is gone ("terminate called without an active exception", torch 2.15).
     """
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that write snapshots
+    threading.Thread(target=_end_without_threads, args=(status,), daemon=True).start()
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    _end(status)
+
+
+def _end(status: int) -> NoReturn:
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):  # the reader of a pipe is gone
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(status)
+
+
+def _end_without_threads(status: int) -> NoReturn:
+    """Name the threads, of a library or of the user's code, that hold this process; then end it."""
+    sleep(_THREADS_S / 30)
+    log.warning(f"waiting up to {_THREADS_S:.0f} s for {_threads() or 'the functions of atexit'}")
+    sleep(_THREADS_S)
+    log.warning(f"ended without {_threads()}: give it daemon=True, or end it with your loop")
+    os._exit(status)
+
+
+_THREADS_S = 300.0
+
+
+def _threads() -> str:
+    """The threads that hold this process, and where they are in code that is not Python's own."""
+    held = []
+    for thread in threading.enumerate():
+        frame = sys._current_frames().get(thread.ident or 0)
+        if thread.daemon or thread is threading.main_thread() or not frame:
+            continue
+        frames = traceback.extract_stack(frame)
+        own = [f for f in frames if not f.filename.startswith(get_path("stdlib"))] or frames
+        held.append(f"the thread {thread.name}, at {own[-1].filename}:{own[-1].lineno}")
+    return ", ".join(held)
 
 
 def keep_freed_memory() -> None:
@@ -204,11 +238,18 @@ def show_messages_to_parent() -> None:
 
 
 _parent = 0
+_held: list[set[int]] = []
+"""Signals that were blocked before a fork; the stop signals are, until the child has its own."""
 
 
 def _remember_parent() -> None:
     global _parent
     _parent = os.getpid()
+    _held[:] = [signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)]  # type: ignore[list-item]
+
+
+def _hear_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _held.pop())
 
 
 def _end_with_rank() -> None:
@@ -216,5 +257,8 @@ def _end_with_rank() -> None:
     # that is stuck, or whose rank was killed before it began, would stay for ever.
     end_with_parent()
     signal.set_wakeup_fd(-1)  # the rank's
+    for number in STOP_SIGNALS:  # with the rank's handlers, a pool of processes would never end
+        signal.signal(number, signal.SIG_DFL)
+    _hear_signals()
     if os.getppid() != _parent:
         os._exit(STATUS_FAILED)

@@ -25,7 +25,7 @@ FILES = (
     "logs",
     "tensorboard",
 )
-"""What a run that is not finished has in its folder; summary.json and model.pt come with its end."""
+"""What an unfinished run has in its folder: summary.json and model.pt come with its end."""
 
 
 def test_what_is_lost_or_repeated_is_noticed(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Packed images are those of the folder, in its order, and damage is named."""
 
+import fcntl
 import gc
 import io
 import json
@@ -9,6 +10,8 @@ import shutil
 import sys
 import tarfile
 import tempfile
+import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -32,7 +35,7 @@ from common.writing import write_file
 from tests.helpers.commands import Recipe, Result
 from tests.helpers.images import flowers, photo
 from tests.helpers.packs import DAMAGES, flip, flip_image, remove
-from tests.helpers.pool import Pool, call_main, in_group
+from tests.helpers.pool import PATIENCE_S, Pool, call_main, in_group
 from tools import pack as tool
 
 MIB = 2**20
@@ -521,6 +524,29 @@ def local_copy(ranks: Ranks, root: Path, local: Path) -> tuple[Path, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed, "write_file", counted)
         return packed.copied_once_per_host(root, local, ranks), len(written)
+
+
+def test_a_copy_that_another_job_holds_is_waited_for_as_long_as_it_grows(tmp_path: Path) -> None:
+    (tmp_path / "000000.tar").write_bytes(b"")
+    with (tmp_path / ".lock").open("w") as theirs, (tmp_path / ".lock").open("w") as own:
+        fcntl.flock(theirs, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match=r"keeps .*\.lock, and its copy has not grown for 0 s"):
+            packed.wait_for_lock(own, tmp_path, patience_s=0)
+        began = threading.Event()
+
+        def copy() -> None:
+            for size in range(4):
+                os.truncate(tmp_path / "000000.tar", size)
+                began.set()
+                time.sleep(1)
+            fcntl.flock(theirs, fcntl.LOCK_UN)
+
+        copying = threading.Thread(target=copy)
+        copying.start()
+        began.wait()
+        packed.wait_for_lock(own, tmp_path, patience_s=PATIENCE_S)
+        assert (tmp_path / "000000.tar").stat().st_size == 3, "the other job had ended"
+        copying.join()
 
 
 def test_one_rank_copies_the_pack_to_the_hosts_own_disk(

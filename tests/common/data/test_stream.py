@@ -203,6 +203,7 @@ def test_a_loading_process_is_silent_about_a_rank_that_has_ended(
 ) -> None:
     """Ctrl-C ends a rank while it receives a batch, and its loading process sees a reset."""
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    monkeypatch.setattr("common.data.batch_wait.answer", lambda: None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     loaders._start_worker(0)
     for error in (ConnectionResetError(104, "reset by peer"), ValueError("another")):

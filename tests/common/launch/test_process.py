@@ -71,6 +71,46 @@ def test_ranks_of_old_pythons_fork_so(version: str, *, waits: bool) -> None:
     assert done.stdout == "waits\n" * waits
 
 
+PROGRAM = """
+import multiprocessing, signal, sys, threading, time
+from common.launch import process
+from common.launch.ranks import Ranks
+"""
+POOL = """
+def own_code():
+    signal.signal(signal.SIGTERM, lambda *_: None)  # as a training loop notes it
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,))
+    child.start()
+    child.terminate()  # so does multiprocessing.Pool at its end
+    child.join()
+    print(child.exitcode)
+process.end_process(process.run_rank(own_code, Ranks()))
+"""
+THREAD = """
+threading.Thread(target=time.sleep, args=(3600,), name="upload").start()
+process._THREADS_S = 0.1
+process.end_process(process.run_rank(lambda: None, Ranks()))
+"""
+
+
+def test_a_process_that_own_code_forks_can_be_ended_by_a_signal() -> None:
+    assert own_program(POOL).stdout == "-15\n"
+
+
+def test_a_thread_that_does_not_end_is_named_and_holds_no_finished_run() -> None:
+    done = own_program(THREAD)
+    assert done.returncode == 0
+    assert re.search(r"ended without the thread upload, at \S+:\d+: give it daemon=", done.stderr)
+
+
+def own_program(code: str) -> "subprocess.CompletedProcess[str]":
+    """A new process, whose threads and children would hold this one."""
+    command = [sys.executable, "-c", PROGRAM + code]
+    return subprocess.run(
+        command, cwd=ROOT, env=clean_env(), text=True, capture_output=True, timeout=PATIENCE_S
+    )
+
+
 def test_nothing_forks_once_cuda_may_have_begun() -> None:
     """A fork could not use it. Each place that forks says why its child has no need to."""
     spawned = r'(?!1, get_context\("spawn"\))'

@@ -460,6 +460,8 @@ def test_a_run_of_one_process_is_asked_where_it_is(recipe: Recipe, *, launched: 
     process.send_signal(signal.SIGQUIT)
     output = process.stderr if launched else process.stdout
     assert output
+    impatient = threading.Timer(PATIENCE_S, process.kill)  # else a run that says nothing goes on
+    impatient.start()
     for line in output:
         if re.search(r"step \d+: it is at \S+:\d+ \(", line):
             break
@@ -467,6 +469,7 @@ def test_a_run_of_one_process_is_asked_where_it_is(recipe: Recipe, *, launched: 
             process.send_signal(signal.SIGQUIT)
     else:
         raise AssertionError("the run has ended")
+    impatient.cancel()
     process.send_signal(signal.SIGTERM)
     assert recipe.finish(process, folder).status == 75
 

@@ -409,18 +409,24 @@ def test_the_batch_script_alone_is_told_and_no_slurmctld_answers_while_the_job_c
     assert "unbound" not in job.said
 
 
-def test_restarts_without_progress_end(submit: Submitter) -> None:
+@pytest.mark.parametrize(
+    ("limit", "most", "words"),
+    [
+        ("MAX_RESTARTS", 1, "1 restarts in a row without a new snapshot"),
+        ("MAX_REQUEUES", 0, "0 restarts (MAX_REQUEUES): not requeued"),
+    ],
+)
+def test_restarts_have_an_end(submit: Submitter, limit: str, most: int, words: str) -> None:
     """A loss that is not finite right after a snapshot, again and again."""
-    env = {"MAX_RESTARTS": "1"}
     job = submit(
         *"train ddp_launch --lr 1e6 --snapshot-every 1 --log-every 1".split(),
-        env=env,
+        env={limit: str(most)},
         sbatch=("--nodes=1",),
     )
     info = job.ended()
-    assert (info["JobState"], info["ExitCode"], info["Restarts"]) == ("FAILED", "1:0", "1")
-    assert "error: 1 restarts in a row without a new snapshot" in job.said
-    assert job.said.count("is not finite") == 2
+    assert (info["JobState"], info["ExitCode"], info["Restarts"]) == ("FAILED", "1:0", str(most))
+    assert f"error: {words}" in job.said
+    assert job.said.count("is not finite") == most + 1
 
 
 def test_a_failing_rank_ends_the_job_and_is_named(submit: Submitter) -> None:
