@@ -8,8 +8,8 @@
 #: AGAINST=DIR             a second finished run, to compare with RUN (reproduce)
 #: DATA=DIR OUT=DIR        a folder of images, and where its packed copy goes (pack)
 #: SUITE=slow              other tests (test): slow (each recipe to its end, each fault once), slurm (a real
-#:                         cluster, started here), image (a real container engine), faults (each fault in every
-#:                         recipe; renews their JSON), soak (runs killed and damaged at random)
+#:                         cluster, started here), image (a real container engine), by_hand (too long for CI),
+#:                         faults (each in every recipe; renews their JSON), soak (runs killed at random)
 #: ROUNDS=N                rounds of SUITE=soak (test; default 50)
 #: WHAT="step peers"       what to measure (bench): step, input, snapshots, network, learning, peers
 #: STACK=cu130             versions of CUDA and torch, from docker/stacks.json (default cu132)
@@ -130,7 +130,8 @@ format: $(INSTALLED_DEV) ## Format the code and fix what the linter can fix
 test: need-suite $(INSTALLED_DEV) ## Run the tests (minutes), or those of SUITE=slow, slurm, image, faults or soak
 	@case "$(SUITE)" in \
 	"") $(PYTHON) -m pytest -n logical --maxprocesses 2 --dist loadfile $(ARGS) ;; \
-	slow) $(PYTHON) -m pytest -m "slow and not slurm and not image and not all_faults" $(ARGS) ;; \
+	slow) $(PYTHON) -m pytest -m "slow and not slurm and not image and not by_hand" $(ARGS) ;; \
+	by_hand) $(PYTHON) -m pytest -m by_hand $(ARGS) ;; \
 	slurm) $(PYTHON) -m pytest -m slurm tests/doors/slurm $(ARGS) ;; \
 	image) $(PYTHON) -m pytest -m image tests/doors/image $(ARGS) ;; \
 	faults) FAULTS_JSON=$(CURDIR)/tests/faults/results/matrix.json \
@@ -139,8 +140,8 @@ test: need-suite $(INSTALLED_DEV) ## Run the tests (minutes), or those of SUITE=
 	esac
 
 need-suite:
-	@case "$(SUITE)" in ""|slow|slurm|image|faults|soak) ;; *) \
-	echo "error: no suite $(SUITE): SUITE is slow, slurm, image, faults or soak" >&2; exit 2 ;; esac
+	@case "$(SUITE)" in ""|slow|slurm|image|by_hand|faults|soak) ;; *) \
+	echo "error: no suite $(SUITE): SUITE is slow, slurm, image, by_hand, faults or soak" >&2; exit 2 ;; esac
 
 gpu-check: $(INSTALLED) ## Check what needs a GPU (minutes): ARGS="--only use"; writes tests/results/gpu_check
 	@$(PYTHON) -m tests.gpu_check $(ARGS)

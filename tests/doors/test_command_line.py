@@ -532,7 +532,7 @@ REFUSED_BY_MAKE = {
     "predict RUN=runs/a": "no images given: make predict RUN=runs/a INPUT=photos",
     "evaluate ARGS=--json": "no run given: make evaluate RUN=runs/",
     "reproduce": "no run given: make reproduce RUN=runs/",
-    "test SUITE=fast": "no suite fast: SUITE is slow, slurm, image, faults or soak",
+    "test SUITE=fast": "no suite fast: SUITE is slow, slurm, image, by_hand, faults or soak",
 }
 
 

@@ -251,7 +251,7 @@ def assert_intact(folder: Path) -> int:
 
 def row(*case: str, in_ci: bool = False) -> Any:
     """A fault (in a recipe), in CI or only by `make test SUITE=faults`."""
-    return pytest.param(*case, marks=() if in_ci else pytest.mark.all_faults)
+    return pytest.param(*case, marks=() if in_ci else pytest.mark.by_hand)
 
 
 IN_CI = {*FAULTS} - {
@@ -693,7 +693,7 @@ def test_a_second_command_in_the_folder(
     )
 
 
-@pytest.mark.all_faults
+@pytest.mark.by_hand
 def test_two_processes_with_the_same_rank(scene: Scene, rows: list[dict[str, Any]]) -> None:
     """Without our launcher; --timeout-s is 600 s. CI does it on two hosts."""
     port = str(free_port())
@@ -835,7 +835,7 @@ def test_packed_images(scene: Scene, rows: list[dict[str, Any]], fault: str) -> 
     )
 
 
-@pytest.mark.all_faults
+@pytest.mark.by_hand
 @pytest.mark.parametrize("how", LOST)
 def test_a_folder_that_is_lost(scene: Scene, rows: list[dict[str, Any]], how: str) -> None:
     """In the place of the folder, nothing is made or changed. CI: tests/common/test_owner.py."""

@@ -155,8 +155,13 @@ def test_a_compiled_model_trains_alike_and_goes_on_to_the_bit(recipe: Recipe) ->
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("dp_scratch", "--epochs 1"),
-        ("checkpoint_rnn", "--length 64 --hidden-size 8"),
+        *(
+            pytest.param(*case, marks=pytest.mark.by_hand)
+            for case in (
+                ("dp_scratch", "--epochs 1"),
+                ("checkpoint_rnn", "--length 64 --hidden-size 8"),
+            )
+        ),
         ("tune_loader", "--max-workers 1 --samples 64"),
     ],
 )
@@ -176,7 +181,7 @@ def test_comparisons(recipe: Recipe, name: str, options: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reaches"),
     [
-        ("dp_resnet50", 0.93),
+        pytest.param("dp_resnet50", 0.93, marks=pytest.mark.by_hand),
         ("dp_scratch", 0.97),
         ("model_parallel_toy", 0.95),
         ("checkpoint_rnn", 0.6),
@@ -218,8 +223,28 @@ def test_make_run_with_its_defaults(recipe: Recipe, name: str, reaches: float | 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("name", "sha256"),
+    [
+        ("dp_resnet50", "11aad6e6e7e01df63d7b74bc1945fd456918b65c883a73e100293e69941cc200"),
+        ("fsdp", "446d1a0032e60c39547f15f1e8d6a70962f960714002aa6e14674878d7b11928"),
+    ],
+)
+def test_two_steps_of_the_long_defaults_have_their_bits(
+    recipe: Recipe, name: str, sha256: str
+) -> None:
+    recipe(name, "--max-steps", "2").assert_ok().assert_bits_of_the_record(sha256)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("options", "reaches"),
-    [("--seed 2", 0.6), ("--seed 0 --model resnet18 --lr 0.05 --weight-decay 5e-4", 0.93)],
+    [
+        ("--seed 2", 0.6),
+        pytest.param(
+            *("--seed 0 --model resnet18 --lr 0.05 --weight-decay 5e-4", 0.93),
+            marks=pytest.mark.by_hand,
+        ),
+    ],
 )
 def test_six_epochs_are_enough_to_learn(recipe: Recipe, options: str, reaches: float) -> None:
     """Where the initial weights were not torchvision's, these reached 0.50 and 0.81."""

@@ -416,6 +416,7 @@ def test_bf16_keeps_fp32_weights_and_resumes_from_a_named_snapshot_elsewhere(
 
 
 @pytest.mark.slow
+@pytest.mark.by_hand
 def test_the_default_run_predicts_better_than_a_bigram_model(recipe: Recipe) -> None:
     result = recipe("fsdp").assert_ok()
     result.assert_bits_of_the_record()
