@@ -358,12 +358,14 @@ def test_loading_processes_by_the_cores_of_a_rank(pool: Pool) -> None:
 def test_more_loading_processes_than_cores_are_told_in_one_line(recipe: Recipe) -> None:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})  # the run inherits it
+    options = ("--nproc", "1", "--max-steps", "1", "--num-workers", "2")
     try:
-        result = recipe("ddp_launch", "--nproc", "1", "--max-steps", "1", "--num-workers", "2")
+        result = recipe("ddp_launch", *options, env={"SLURM_JOB_ID": "1"})
     finally:
         os.sched_setaffinity(0, cores)
     said = "--num-workers 2 is more than the CPU cores per rank (1): fewer may load faster"
     assert result.assert_ok().stdout.count(said) == 1
+    assert "Slurm gives a rank more by --cpus-per-task" in result.stdout
     assert "Warning" not in result.stderr, "torch would say it again for each DataLoader"
 
 

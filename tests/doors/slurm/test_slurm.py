@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.cluster import Cluster
-from tests.helpers.commands import ROOT, Recipe, Result, make_run, wait_for
+from tests.helpers.commands import INJECTED, ROOT, Recipe, Result, make_run, wait_for
 from tests.helpers.images import flowers
 from tests.helpers.machine import need
 from tests.helpers.pool import PATIENCE_S
@@ -204,6 +204,22 @@ def test_a_requeued_job_ends_with_the_same_weights(submit: Submitter, pair: Resu
     assert went.repeated_steps == 0
 
 
+def test_a_job_whose_ranks_all_wait_for_data_goes_on_and_loses_nothing(
+    submit: Submitter, pair: Result
+) -> None:
+    stalled = submit.folder / "stalled"
+    stalled.touch()
+    env = {**INJECTED, "STALLED": str(stalled)}
+    job = submit("train", "ddp_launch", *OPTIONS, env=env, sbatch=ONE_EACH)
+    wait_for(lambda: job.step == 3)
+    signal_tasks(submit.cluster, job)
+    wait_for(lambda: "is requeued, to continue from" in job.said)
+    stalled.unlink()
+    result = job.result.assert_ok()
+    assert (result.sha, result.losses) == (pair.sha, pair.losses), job.said
+    assert "resuming after step 3" in job.said, "no step is done again"
+
+
 def held_by_others(cluster: Cluster) -> int:
     ask = ("squeue", "--noheader", "--partition=high", "--states=RUNNING", "--format=%i")
     return len(cluster.run(*ask).stdout.split())
@@ -243,6 +259,7 @@ def test_a_job_goes_on_with_whatever_nodes_it_gets(submit: Submitter, recipe: Re
     )
     assert stopped, "a preempted job is warned"
     assert stopped <= resumed, job.said
+    assert "SLURM_JOB_NUM_NODES" not in job.said, "other nodes are no other environment"
 
 
 def test_shards_of_two_nodes_go_on_after_a_power_cut(submit: Submitter, recipe: Recipe) -> None:
