@@ -122,6 +122,15 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+def choose_precision(asked: str, device: torch.device) -> str:
+    """A `--precision` without auto: bf16 on GPUs that compute in it, fp32 elsewhere."""
+    if asked != "auto":
+        return asked
+    ampere = (8, 0)  # older GPUs have no units for bf16
+    fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= ampere
+    return "bf16" if fast else "fp32"
+
+
 def mixed_precision(
     precision: str, device: torch.device
 ) -> tuple[torch.dtype, torch.autocast, torch.amp.GradScaler]:
@@ -129,6 +138,7 @@ def mixed_precision(
 
     Source: PyTorch, "Automatic Mixed Precision".
     """
+    precision = choose_precision(precision, device)
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     return (
         torch.float64 if precision == "fp64" else torch.float32,

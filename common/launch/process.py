@@ -245,7 +245,7 @@ _held: list[set[int]] = []
 def _remember_parent() -> None:
     global _parent
     _parent = os.getpid()
-    _held[:] = [signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)]  # type: ignore[list-item]
+    _held[:] = [signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)]
 
 
 def _hear_signals() -> None:

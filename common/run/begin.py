@@ -7,7 +7,7 @@ from common.group.devices import choose_backend, choose_device
 from common.launch.capacity import usable_cores
 from common.launch.ranks import Ranks
 from common.run.options import RunOptions
-from common.seeds import seed_everything, set_determinism
+from common.seeds import choose_precision, seed_everything, set_determinism
 from common.terminal import set_up_logs
 
 
@@ -32,10 +32,13 @@ def begin(recipe: str, options: RunOptions, ranks: Ranks) -> torch.device:
 def announce(recipe: str, options: RunOptions, ranks: Ranks, device: torch.device) -> None:
     """Say how many processes train, on which device, and whether CPU cores stay idle."""
     backend = choose_backend(options.backend, device)
+    precision = choose_precision(options.precision, device)
     log.info(
         f"{recipe}: world_size {ranks.world_size} (launcher: {ranks.launcher}), "
-        f"device {device_in_words(options.device, device)}, backend {backend}, {options.precision}"
+        f"device {device_in_words(options.device, device)}, backend {backend}, {precision}"
     )
+    if (options.precision, precision, device.type) == ("auto", "fp32", "cuda"):
+        log.info("this GPU does not compute in bf16: --precision fp16 trains faster than fp32")
     if options.tf32 and device.type == "cpu":
         log.warning("--tf32 has no effect on a CPU")
     busy, cores = ranks.local_world_size * options.cpu_threads, usable_cores()

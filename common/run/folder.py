@@ -32,6 +32,7 @@ from common.run.claim import claim, refuse_in_data, refuse_unwritable
 from common.run.curves import Curves
 from common.run.history import History, last_sign
 from common.run.options import MAY_DIFFER_BY_HOST, RunOptions, flatten
+from common.seeds import choose_precision
 from common.snapshots.snapshot_files import keep_newest, list_snapshots
 from common.snapshots.state import TrainingState
 from common.terminal import show_table
@@ -61,7 +62,8 @@ class Run:
         self.devices = list(dict.fromkeys(devices))
         self._started_s = time.monotonic()
         self.clock = Clock(*self.devices)
-        self._values = {"recipe": recipe, **flatten(config)}
+        precision = choose_precision(self.options.precision, self.devices[0])
+        self._values = {"recipe": recipe, **flatten(config), "precision": precision}
         given = {k: v for k, v in self._values.items() if k not in MAY_DIFFER_BY_HOST}
         refuse_unlike_rank_0(given, "not started like rank 0")
         checked, folder = folder_of_check(), self.options.output_dir

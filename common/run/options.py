@@ -41,8 +41,10 @@ class RunOptions:
     backend: Literal["auto", "gloo", "nccl"] = may_change("auto")
     """Backend of the process group. auto: nccl on GPUs, gloo on CPUs.
     With gloo, several ranks can share one GPU."""
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
     """Arithmetic of the model. bf16 and fp16 are mixed precision; fp16 uses a loss scaler.
+    auto: bf16 on GPUs that compute in it (NVIDIA's of compute capability 8.0 or newer), and there
+    ResNets with --channels-last; fp32 elsewhere.
     On a CPU, bf16 without --no-portable is many times slower than fp32."""
     deterministic: bool = True
     """Use deterministic kernels only: the same command gives the same bits."""

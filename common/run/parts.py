@@ -1,5 +1,7 @@
 """The loaders and the model of a run; what `auto` became is recorded in its config.json."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -8,6 +10,7 @@ from common.data.datasets import Data, LoaderOptions
 from common.data.loaders import rank_loaders
 from common.run.folder import Run
 from common.run.plan import Plan
+from common.seeds import choose_precision
 from common.training.models import ModelOptions, move, prepare_model
 
 
@@ -52,6 +55,9 @@ def make_model(
     Raises:
         InputError: as `prepare_model`.
     """
+    bf16 = choose_precision(run.options.precision, run.devices[0]) == "bf16"
+    if bf16 and run.options.precision == "auto" and options.model.startswith("resnet"):
+        options = replace(options, channels_last=True)
     model = prepare_model(options, *data.sizes_for_model, dtype, download=download)
-    run.resolve(**options.resolved(data.side))
+    run.resolve(**options.resolved(data.side), channels_last=options.channels_last)
     return move(model, run.devices[0], dtype)

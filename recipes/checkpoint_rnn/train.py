@@ -70,7 +70,7 @@ class CheckpointOptions:
 class Config:
     """All options; a group means the same in every recipe."""
 
-    run: RunOptions = field(default_factory=RunOptions)
+    run: RunOptions = field(default_factory=partial(RunOptions, precision="fp32"))
     sequence: SequenceOptions = field(default_factory=SequenceOptions)
     network: RecurrentOptions = field(default_factory=RecurrentOptions)
     optimizer: ScheduleOptions = field(
@@ -94,7 +94,7 @@ class Config:
             raise ValueError("--segments auto and --memory-budget BYTES belong together")
         if not 0 <= self.network.dropout < 1 or (self.network.dropout and self.network.layers < 2):
             raise ValueError("--dropout needs --layers 2 or more, and must be from 0 to below 1")
-        if self.run.precision in ("bf16", "fp16"):
+        if self.run.precision not in ("fp32", "fp64"):
             raise ValueError(f"{NAME} computes in --precision fp32 or fp64")
 
 

@@ -64,7 +64,7 @@ class ParallelOptions:
 class Config:
     """All options; a group means the same in every recipe."""
 
-    run: RunOptions = field(default_factory=RunOptions)
+    run: RunOptions = field(default_factory=partial(RunOptions, precision="fp32"))
     data: DataOptions = field(default_factory=partial(DataOptions, image_size=28))
     optimizer: ScheduleOptions = field(
         default_factory=partial(ScheduleOptions, epochs=15, lr=Default(0.2))
@@ -72,7 +72,7 @@ class Config:
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
     def __post_init__(self) -> None:
-        if self.run.precision in ("bf16", "fp16"):
+        if self.run.precision not in ("fp32", "fp64"):
             raise ValueError("dp_scratch computes in --precision fp32 or fp64")
 
 

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.run.plan import batch_size_of
+from common.seeds import choose_precision
 from common.snapshots.shards import local_part
 from common.terminal import mebibytes
 from recipes.fsdp.model import Transformer, TransformerOptions
@@ -105,9 +106,9 @@ def table(config: Any, world_size: int, device: torch.device) -> str:
         InputError: the mesh does not fit `world_size`.
     """
     options: ParallelOptions = config.parallel
-    precision = config.run.precision
+    precision = choose_precision(config.run.precision, device)
     dtype = torch.float64 if precision == "fp64" else torch.float32
-    bf16 = precision == "bf16" or (precision, device.type) == ("auto", "cuda")
+    bf16 = precision == "bf16"
     sizes, context = options.sizes(world_size), config.text.context
     shares = sizes[0] * sizes[1]
     samples = -(-batch_size_of(config.optimizer, parts=shares) // shares)

@@ -20,7 +20,7 @@ Sources: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277), section 3; Shoeybi
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -40,6 +40,7 @@ from common.group.process_group import process_group
 from common.launch.ranks import Ranks
 from common.option_rules import may_change, refuse_below
 from common.run import Loop, Run, RunOptions, announce, make_loaders, make_plan, set_up
+from common.seeds import choose_precision
 from common.training import Default, ScheduleOptions, evaluate, set_lr
 from recipes.fsdp.evaluated import own_data, own_model  # noqa: F401  `evaluate` looks for them
 from recipes.fsdp.memory import table
@@ -64,8 +65,8 @@ NAME = "fsdp"
 class PrecisionRunOptions(RunOptions):
     """Where the run goes, on what, and what it leaves."""
 
-    precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"  # type: ignore[assignment]
-    """Arithmetic of the model. auto: bf16 on GPUs, fp32 on CPUs.
+    precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    """Arithmetic of the model. auto: bf16 on GPUs of compute capability 8.0 or newer, else fp32.
     bf16: computes in bf16, but weights, gradients' sums and optimizer state are fp32."""
     best_by: Literal["none"] = may_change("none")
     """No best.pt: one rank would have to keep a whole model. --epoch-weights keeps all epochs."""
@@ -116,12 +117,10 @@ def train(config: Config, ranks: Ranks) -> None:
     # seed
     set_up(config.run, ranks)
     device = choose_device(config.run.device, ranks)
-    if config.run.precision == "auto":
-        chosen = replace(config.run, precision="bf16" if device.type == "cuda" else "fp32")
-        config = replace(config, run=chosen)
+    precision = choose_precision(config.run.precision, device)
     sizes = parallel.sizes(ranks.world_size)
     announce(NAME, config.run, ranks, device)
-    dtype = torch.float64 if config.run.precision == "fp64" else torch.float32
+    dtype = torch.float64 if precision == "fp64" else torch.float32
     with process_group(ranks, device, config.run.backend, config.run.timeout_s):
         run = Run(NAME, config, ranks, device)
         mesh = make_mesh(device, sizes)
@@ -140,7 +139,7 @@ def train(config: Config, ranks: Ranks) -> None:
             model = Transformer(config.model, VOCABULARY, parallel.recompute).to(dtype)
 
         # parallelise
-        parallelise(model, mesh, parallel, bf16=config.run.precision == "bf16")
+        parallelise(model, mesh, parallel, bf16=precision == "bf16")
         model.to_empty(device=device)
         initialize(model, seed)
 

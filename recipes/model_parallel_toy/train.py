@@ -59,7 +59,7 @@ NAME = "model_parallel_toy"
 class Config:
     """All options; a group means the same in every recipe."""
 
-    run: RunOptions = field(default_factory=RunOptions)
+    run: RunOptions = field(default_factory=partial(RunOptions, precision="fp32"))
     data: DataOptions = field(default_factory=DataOptions)
     model: WholeModelOptions = field(default_factory=WholeModelOptions)
     optimizer: OptimizerOptions = field(
@@ -68,7 +68,7 @@ class Config:
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
     def __post_init__(self) -> None:
-        if self.run.precision in ("bf16", "fp16"):
+        if self.run.precision not in ("fp32", "fp64"):
             raise ValueError(f"{NAME} computes in --precision fp32 or fp64")
         if self.model.model == "toy" and self.data != DataOptions():
             raise ValueError("--model toy trains on generated points: leave out the data options")

@@ -33,7 +33,7 @@ from common.training.ddp import average_in_bf16, micro_batches, warm_up
 from common.training.evaluation import Evaluation, evaluate
 from common.training.models import ModelOptions, build_model
 from common.weights import weights_sha256
-from tests.helpers.pool import Pool, in_group
+from tests.helpers.pool import Pool, call_main, in_group
 from tests.helpers.training import run_training, training
 
 CPU = torch.device("cpu")
@@ -267,6 +267,37 @@ def test_channels_last_trains_alike(pool: Pool, tmp_path: Path) -> None:
             model={"channels_last": True},
         )
     assert cut.sha == whole.sha
+
+
+def as_on_a_new_gpu(ranks: Ranks, arguments: list[str]) -> tuple[int, str, str]:
+    """A run that takes `--precision auto` for bf16, though it computes in fp32."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("run.begin", "run.folder", "run.parts"):  # not seeds: bf16 is slow on a CPU
+            module = import_module(f"common.{name}")
+            patch.setattr(module, "choose_precision", lambda a, _: "bf16" if a == "auto" else a)
+        return call_main(ranks, "ddp_launch", arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "recorded"),
+    [
+        ("--model resnet18", ("bf16", True)),
+        ("--model convnet", ("bf16", False)),
+        ("--model resnet18 --precision fp32", ("fp32", False)),
+    ],
+)
+def test_what_auto_became_is_recorded(
+    pool: Pool, tmp_path: Path, options: str, recorded: tuple[str, bool]
+) -> None:
+    words = [
+        *options.split(),
+        *"--nproc 1 --no-portable --global-batch-size 8 --max-steps 1".split(),
+    ]
+    arguments = [*words, "--output-dir", str(tmp_path)]
+    ((status, _, said),) = pool.run(as_on_a_new_gpu, 1, arguments)
+    assert status == 0, said
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["precision"], config["channels_last"]) == recorded
 
 
 def test_batch_norm_without_sync_would_not_train_alike(pool: Pool, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torchvision import models
 
 from common.errors import InputError
-from common.seeds import mixed_precision
+from common.seeds import choose_precision, mixed_precision
 from common.training.models import (
     ModelOptions,
     build_model,
@@ -175,6 +175,26 @@ def test_options_that_mean_nothing() -> None:
         ModelOptions(dropout=1.0)
     with pytest.raises(ValueError, match="convnet"):
         ModelOptions(model="resnet18", dropout=0.5)
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "chosen"),
+    [
+        ("cuda", (7, 0), "fp32"),  # V100
+        ("cuda", (7, 5), "fp32"),  # T4
+        ("cuda", (8, 0), "bf16"),  # A100
+        ("cuda", (8, 9), "bf16"),  # L4
+        ("cuda", (9, 0), "bf16"),  # H100
+        ("cuda", (12, 0), "bf16"),  # RTX 5090
+        ("cpu", (9, 0), "fp32"),
+    ],
+)
+def test_auto_is_bf16_where_a_gpu_computes_in_it(
+    monkeypatch: pytest.MonkeyPatch, device: str, capability: tuple[int, int], chosen: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    for asked, expected in (("auto", chosen), ("fp32", "fp32"), ("bf16", "bf16")):
+        assert choose_precision(asked, torch.device(device)) == expected
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
