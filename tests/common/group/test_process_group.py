@@ -1,9 +1,9 @@
 """How the process group is made; without a GPU, up to the point where NCCL would connect."""
 
-import contextlib
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from common.errors import TrainingError
 from common.group import process_group as module
 from common.group.process_group import process_group
 from common.launch.ranks import Ranks
+from common.training.virtual_ranks import Tree
 from tests.helpers.commands import wait_for
 from tests.helpers.pool import Pool, in_group
 
@@ -35,7 +36,9 @@ class Connects(Exception):
     """NCCL would connect now."""
 
 
-def before_nccl_connects(patch: pytest.MonkeyPatch, **options: bool) -> dict[str, Any]:
+def before_nccl_connects(
+    patch: pytest.MonkeyPatch, env: dict[str, str] | None = None, **options: bool
+) -> dict[str, Any]:
     """What `process_group` has done when torch is about to make the group of two GPUs."""
     found: dict[str, Any] = {"messages": False}
 
@@ -64,6 +67,7 @@ def before_nccl_connects(patch: pytest.MonkeyPatch, **options: bool) -> dict[str
     with mock.patch.dict(os.environ):
         for name in ("NCCL_ALGO", "TORCH_DIST_USE_NCCL2"):
             os.environ.pop(name, None)
+        os.environ |= env or {}
         group = process_group(ranks, torch.device("cuda", 1), "auto", 5, **options)
         with pytest.raises(Connects), group:
             pass
@@ -86,6 +90,15 @@ def test_nccl_is_chosen_before_it_connects(
     }
 
 
+def test_what_the_user_has_chosen_of_nccl_is_kept(
+    monkeypatch: pytest.MonkeyPatch, deterministic: None
+) -> None:
+    own = {"NCCL_ALGO": "Ring", "TORCH_DIST_USE_NCCL2": "1"}
+    found = before_nccl_connects(monkeypatch, own)
+    assert found["algorithms"] == "Ring"
+    assert found.get("creator", "_create_nccl2_process_group") == "_create_nccl2_process_group"
+
+
 def test_a_process_of_several_gpus_is_bound_to_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL would refuse gradients on its other GPUs (`split` with --data-parallel)."""
     found = before_nccl_connects(monkeypatch, one_device=False)
@@ -93,31 +106,44 @@ def test_a_process_of_several_gpus_is_bound_to_none(monkeypatch: pytest.MonkeyPa
     assert found["algorithms"] is None, "only --deterministic excludes any"
 
 
-def not_at_the_all_reduce(ranks: Ranks, ended: Path) -> str:
-    """Rank 1 makes the process group, but does not go on to the first all-reduce."""
+def does_not_come(ranks: Ranks, place: str, ended: Path) -> str:
+    """Rank 1 makes all groups that a run may have, but only up to `place`."""
     connecting = module._connecting
 
     def stops(what: str) -> AbstractContextManager[None]:
-        if what == "the first all-reduce":
+        if what == place:
             wait_for(ended.exists)
-            return nullcontext()
+            raise KeyboardInterrupt
         return connecting(what)
 
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(RuntimeError):
+    with pytest.MonkeyPatch.context() as patch:
         if ranks.rank == 1:
             patch.setattr(module, "_connecting", stops)
         try:
             with process_group(ranks, torch.device("cpu"), "gloo", TIMEOUT_S):
-                pass
-        except TrainingError as error:
-            ended.touch()
+                module.make_mesh(torch.device("cpu"), (1, 2), ("replica", "shard"))
+                Tree(2, timedelta(seconds=TIMEOUT_S))
+        except (KeyboardInterrupt, RuntimeError, TrainingError) as error:
             return str(error)
+        finally:
+            ended.touch()
+            if not dist.is_initialized():  # torch has counted the group, and names the next by it
+                dist.distributed_c10d._world.group_count = 0
     return ""
 
 
-def test_a_rank_that_does_not_come_to_the_first_all_reduce_is_named(
-    pool: Pool, tmp_path: Path
+@pytest.mark.parametrize(
+    "place",
+    [
+        "the process group",
+        "the first all-reduce",
+        "the groups of the mesh",
+        "the groups of --virtual-ranks",
+    ],
+)
+def test_a_rank_that_does_not_come_to_where_all_connect_is_named(
+    pool: Pool, tmp_path: Path, place: str
 ) -> None:
     pool.run(in_group, 2, repr)  # imports what a busy machine needs longer than TIMEOUT_S for
-    said, _ = pool.run(not_at_the_all_reduce, 2, tmp_path / "ended")
-    assert f"rank 1 on {os.uname().nodename} did not come to the first all-reduce in" in said
+    said, _ = pool.run(does_not_come, 2, place, tmp_path / "ended")
+    assert f"rank 1 on {os.uname().nodename} did not come to {place} in" in said
