@@ -129,6 +129,7 @@ PREFIXES = ("[rank1]:[E1016 03:31:38.9 x.cpp:1] ", "[PG GUID 0(default_pg) Rank 
             "error - nccl hit async error: remote process exited or there was",
             "NCCL: rem.* gone",
         ),
+        ("error - nccl hit async error: unhandled system error", "NCCL: rem.* gone"),
         ("NCCL error: remote process exited or there was a network error", "NCCL: rem.* gone"),
     ],
 )

@@ -353,18 +353,28 @@ def test_every_backend_of_the_group_is_asked_for_its_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
+    call = {
+        "process_group": ["of no rank", ""],
+        "is_p2p": False,
+        "profiling_name": "all_reduce",
+        "input_sizes": [[3]],
+        "retired": False,
+        "state": "started",
+    }
 
     def dump(backend: str = "gloo") -> bytes:
         asked.append(backend)
         if backend == "nccl2":
             raise ValueError("no such recorder")
-        return pickle.dumps({"entries": [{"of": backend}]})
+        number = {"gloo": 120, "nccl": 9000}[backend]
+        return pickle.dumps({"entries": [{**call, "collective_seq_id": number}]})
 
     config = "torch.distributed.get_backend_config"
     monkeypatch.setattr(config, lambda: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(_distributed_c10d, "_dump_fr_trace", dump)
     monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace", lambda: dump("nccl"), raising=False)
-    assert [*record._recorded()] == [("gloo", {"of": "gloo"}), ("nccl", {"of": "nccl"})]
+    found = [(call["backend"], call["number"]) for call in record._collectives()]
+    assert found == [("gloo", 120), ("nccl", 9000)]
     assert asked == ["gloo", "nccl", "nccl2"]
 
 
