@@ -1,6 +1,7 @@
 """When and how often the launcher starts the ranks again, and on how many processes."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -14,9 +15,11 @@ from common.errors import StopRequested
 from common.group.stop import StopAgreement
 from common.launch import start
 from common.launch.ranks import Ranks
-from common.launch.start import LaunchOptions, usable_gpus
+from common.launch.start import LaunchOptions
 from common.training.evaluation import evaluate
 from recipes.fsdp.parallel import InStep
+from tests.helpers.commands import Recipe
+from tests.helpers.machine import library
 from tests.helpers.pool import Pool, in_group
 
 _pids = count(10**6)
@@ -129,8 +132,29 @@ def test_a_gpu_that_is_lost_is_a_failure_and_the_others_go_on(
     assert (status, starts.processes) == (0, processes)
 
 
-def test_gpus_are_counted_by_a_new_process() -> None:
-    assert restart.usable_gpus_now() == usable_gpus()
+DRIVER = """
+#include <unistd.h>
+static int gpus;
+int cuInit(unsigned flags) { if (!gpus) gpus = access("lost", F_OK) ? 4 : 3; return 0; }
+int cuDeviceGetCount(int *count) { *count = gpus; return 0; }
+"""
+"""As NVIDIA's driver, it looks for GPUs once per process; the file `lost` takes one away."""
+
+LOSE_A_GPU = """
+from pathlib import Path
+from common.launch.start import usable_gpus
+from common.restart import usable_gpus_now
+print(usable_gpus())
+Path("lost").touch()
+print(usable_gpus(), usable_gpus_now())
+"""
+
+
+def test_gpus_that_are_left_are_counted_by_a_new_process(recipe: Recipe) -> None:
+    driver = library(recipe.tmp_path / "driver", "libcuda.so.1", DRIVER)
+    env = {"LD_LIBRARY_PATH": str(driver), "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    process = recipe.start(sys.executable, "-c", LOSE_A_GPU, env=env)
+    assert recipe.finish(process, recipe.tmp_path).assert_ok().stdout.split() == ["4", "4", "3"]
 
 
 def test_without_restarts_nothing_is_recorded(tmp_path: Path) -> None:
