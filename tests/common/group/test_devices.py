@@ -13,6 +13,8 @@ from common.errors import InputError
 from common.group.devices import choose_device, why_there_are_gpus
 from common.group.process_group import process_group
 from common.launch.ranks import Ranks
+from tests.helpers.commands import ROOT
+from tools import evaluate
 
 BEGAN = "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before? "
 
@@ -137,8 +139,20 @@ def test_on_cpus_two_processes_start_however_many_gpus_there_are(
 
     monkeypatch.setattr("gc.freeze", lambda: None)  # of this process's objects
     monkeypatch.setattr(cli, "with_restarts", start)
+    monkeypatch.setattr(cli, "refuse_more_than_fit", lambda _: None)  # on a busy machine
     monkeypatch.setattr("common.launch.start.usable_gpus", lambda: 4)
     for words in ([], ["--device", "cuda"], ["--device", "cpu"], ["--device=cpu"]):
         assert cli.start(name, words) == 0
     assert cli.start(name, ["--device", "cpu", "--nproc", "3"]) == 0
     assert started == [4, 4, 2, 2, 3]
+
+
+def test_evaluate_starts_two_processes_on_cpus_however_many_gpus_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(evaluate, "refuse_more_than_fit", lambda _: None)
+    monkeypatch.setattr(evaluate, "launch", lambda _command, nproc, _options: nproc)
+    monkeypatch.setattr("common.launch.start.usable_gpus", lambda: 4)
+    run = str(ROOT / "tests" / "data" / "h200" / "ddp_spawn")
+    assert evaluate.main([run]) == 4
+    assert evaluate.main([run, "--device", "cpu"]) == 2
