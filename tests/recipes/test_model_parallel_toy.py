@@ -127,6 +127,30 @@ def test_autograd_begins_on_the_gpu_of_each_stage(monkeypatch: pytest.MonkeyPatc
     assert begun == gpus
 
 
+def joins(ranks: Ranks, folder: Path, stages: list[torch.device]) -> bool:
+    """Train up to the process group; whether that is told that there is one device."""
+
+    def join(*_: object, one_device: bool = True) -> None:
+        raise StopIteration(one_device)
+
+    config = parallel.Config(run=RunOptions(output_dir=folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "devices_of_copy", lambda *_: stages)
+        patch.setattr(parallel, "process_group", join)
+        with pytest.raises(StopIteration) as stopped:
+            parallel.train(config, ranks)
+    return bool(stopped.value.value)
+
+
+def test_the_process_group_knows_whether_a_copy_is_on_several_gpus(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """NCCL of a group that is bound to one GPU refuses the gradients on the others."""
+    gpus = [torch.device("cuda", number) for number in range(2)]
+    assert pool.run(joins, 1, tmp_path, gpus) == [False]
+    assert pool.run(joins, 1, tmp_path, gpus[:1]) == [True]
+
+
 def piped(
     ranks: Ranks, schedule: str, micro_batches: int, copies: int
 ) -> tuple[float, dict[str, Tensor]]:

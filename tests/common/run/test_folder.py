@@ -12,6 +12,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -26,10 +27,12 @@ from common.owner import lock
 from common.run.claim import refuse_in_data
 from common.run.folder import Run
 from common.run.loop import Loop
+from common.run.options import RunOptions
 from common.snapshots.snapshot_files import list_snapshots, write
+from recipes.ddp_launch.train import Config
 from tests.helpers.commands import ROOT, Recipe, wait_for
 from tests.helpers.images import flowers
-from tests.helpers.pool import Pool, call_main
+from tests.helpers.pool import Pool, call_main, in_group
 from tests.helpers.run_folders import SHORT, contents, train
 
 FOR_EVER = ("--epochs", "100000")
@@ -48,6 +51,18 @@ def steps(folder: Path) -> list[int]:
     """Steps whose loss was logged, in the file's order."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line["step"] for line in lines if "loss" in line]
+
+
+def marks(ranks: Ranks, folder: Path) -> int:
+    """How many devices the clock of a run on two devices reads."""
+    config = replace(Config(), run=RunOptions(output_dir=folder))
+    run = Run("ddp_launch", config, ranks, torch.device("cpu", 1), torch.device("cpu", 0))
+    _, times_s, _ = run.clock._marks[-1]
+    return len(times_s)
+
+
+def test_the_clock_of_a_run_reads_all_of_its_devices(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(in_group, 1, marks, tmp_path / "run") == [2]
 
 
 @pytest.mark.parametrize(
