@@ -144,6 +144,17 @@ def test_a_rank_that_nccl_aborts_because_of_another_host_is_not_blamed(
     assert "SIGABRT" not in first
 
 
+def test_a_rank_that_nccl_aborts_because_of_its_own_gpu_is_blamed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    errors = tmp_path / "errors"
+    errors.touch()
+    text = "error - nccl hit async error: unhandled cuda error"
+    assert show_cause([(1, -6)], {}, errors, f"{PREFIXES[0]}{text}\n") == 1
+    assert "rank 1 on" in (said := capsys.readouterr().err)
+    assert "was killed by SIGABRT" in said
+
+
 def test_an_error_is_shown_before_the_runs_folder_is_touched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
