@@ -239,13 +239,14 @@ def show_messages_to_parent() -> None:
 
 _parent = 0
 _held: list[set[int]] = []
-"""Signals that were blocked before a fork; the stop signals are, until the child has its own."""
+"""Signals that were blocked before a fork; the stop signals are, until the child has its own.
+One entry per `run_rank` of this process: each has registered the functions below."""
 
 
 def _remember_parent() -> None:
     global _parent
     _parent = os.getpid()
-    _held[:] = [signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)]
+    _held.append(signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS))
 
 
 def _hear_signals() -> None:

@@ -133,7 +133,7 @@ def joins(ranks: Ranks, folder: Path, stages: list[torch.device]) -> bool:
     def join(*_: object, one_device: bool = True) -> None:
         raise StopIteration(one_device)
 
-    config = parallel.Config(run=RunOptions(output_dir=folder))
+    config = parallel.Config(run=RunOptions(output_dir=folder, precision="fp32"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel, "devices_of_copy", lambda *_: stages)
         patch.setattr(parallel, "process_group", join)
@@ -212,7 +212,7 @@ def train_pipeline(
     default = parallel.Config()
     parallel.train(
         parallel.Config(
-            run=RunOptions(output_dir=folder),
+            run=RunOptions(output_dir=folder, precision="fp32"),
             optimizer=replace(default.optimizer, epochs=2, max_steps=max_steps),
             parallel=ParallelOptions(
                 schedule=schedule, data_parallel=data_parallel, timeline=False

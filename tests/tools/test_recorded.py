@@ -73,8 +73,9 @@ def records_of_a_gpu(ranks: Ranks, folder: Path) -> list[Path]:
 
 
 def test_all_values_that_a_gpu_records_are_values_of_the_options(
-    pool: Pool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    pool: Pool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     (found,) = pool.run(in_group, 1, records_of_a_gpu, tmp_path)
     assert len(found) == 7
     for folder in (*found, *FOLDERS):
@@ -83,7 +84,7 @@ def test_all_values_that_a_gpu_records_are_values_of_the_options(
         assert json.loads((folder / "config.json").read_text())["backend"] == "nccl"
     with caplog.at_level(logging.INFO, "recipes"):
         announce("x", RunOptions(), Ranks(), torch.device("cuda"))
-    assert "device cuda, backend nccl, fp32" in caplog.text
+    assert "device cuda, backend nccl, bf16" in caplog.text
 
 
 def weights_for(run: Path, folder: Path) -> Path:
