@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from common import log
 from common.kernels import choose_kernels
 from tests.helpers.commands import Recipe
 from tests.helpers.pool import Pool
@@ -51,6 +52,14 @@ def same_signals() -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield
     assert signal.pthread_sigmask(signal.SIG_SETMASK, before) == before
+
+
+@pytest.fixture(autouse=True)
+def same_log() -> Iterator[None]:
+    """A run in this process sets up the log; a later test would hear each of its lines twice."""
+    before = log.handlers[:], log.level, log.propagate
+    yield
+    log.handlers[:], log.level, log.propagate = before
 
 
 @pytest.fixture(scope="session", autouse=True)
