@@ -12,7 +12,9 @@ from pathlib import Path
 from common import ROOT
 from common.masking import masked_diff
 
-_PRIVATE = re.compile(r"(^|/)(\.env|\.netrc|id_\w+$)|\.(key|pem)$")
+_PRIVATE = re.compile(
+    r"(?i)(^|/)(\.env|\.netrc|\.htpasswd|\.pypirc|\.npmrc|id_\w+$)|\.(env|key|pem|p12|pfx)$"
+)
 """Files whose content is never kept."""
 
 _MOST_BYTES = 2**20
@@ -56,7 +58,9 @@ def _digest(path: Path) -> str:
 
 def changes() -> bytes:
     """The diff between the commit and the code that runs, with new files, without secrets."""
-    diff = git("diff", "--relative", "--no-color", "--no-ext-diff", "HEAD")
+    names = git("diff", "--name-only", "--relative", "-z", "HEAD").split("\0")[:-1]
+    private = [f":(exclude,literal){name}" for name in names if _PRIVATE.search(name)]
+    diff = git("diff", "--relative", "--no-color", "--no-ext-diff", "HEAD", "--", ".", *private)
     for name in new_files():
         path = ROOT / name
         with suppress(OSError, UnicodeDecodeError):

@@ -6,7 +6,9 @@ is complete. docs/use.md says what is promised.
 
 import math
 import re
+import shlex
 from collections import Counter
+from contextlib import suppress
 
 _STRONG = r"[\w-]*(?:token(?!s|iz)|secret|passw|passphrase|pwd|credential|api_?key)[\w-]*"
 """A name whose value is a secret, whatever it looks like."""
@@ -19,6 +21,7 @@ _NAME = re.compile(rf"(?i)(?<![\w$-])(?:(?P<strong>{_STRONG})|{_WEAK})")
 _OPTION = re.compile(
     rf"(?i)(?<!\S)(['\"]?--(?:{_STRONG}|{_WEAK})(?:=|\s+))" r"(?:'[^']*'|\"[^\"]*\"|\S+)"
 )
+_WHOLE = re.compile(rf"(?i)--(?:{_STRONG}|{_WEAK})=")
 _KNOWN = re.compile(
     rf"""(?ix)
     ( \w:// ) [^/\s'"]+ (?=@)                                   # the user part of a URL
@@ -31,6 +34,9 @@ _RUN = re.compile(r"(?<![\w+/=.-])(?<!sha256:)[A-Za-z0-9+_-]{20,}={0,2}(?![\w.])
 _LITERAL = re.compile(r"""(?<!\w)([rbfu]{0,2})("(?:[^"\\\n]|\\.)+"|'(?:[^'\\\n]|\\.)+')""", re.I)
 _WORD = re.compile(r"([=:]\s*)(?=\S*\d)(?=\S*[A-Za-z])[^\s\"'(){},.;\[\]]{6,}(?![^\s,;])")
 _SET = re.compile(r"^(\W*(?:export\s+)?[\w-]+=)[^\s=\"'({\[]\S*$")
+_HEADER = re.compile(
+    r"(?:diff --git |index [0-9a-f]|(?:---|\+\+\+) (?:\"?[ab]/|/dev/null)).*|@@ -\S+ \+\S+ @@"
+)
 _BLOCK = re.compile(r"^\W*(?:async\s+)?(?:def|class|if|elif|else|for|while|with|try|except)\b")
 
 
@@ -49,6 +55,11 @@ def printable(text: object, keep: str = "") -> str:
 
 def masked_command(command: str) -> str:
     """A command line with *** in place of secrets."""
+    with suppress(ValueError):  # no quoted words
+        for word in shlex.split(command):
+            # Quoted as a whole, `_plain` would take its end for another word.
+            if (option := _WHOLE.match(word)) and shlex.quote(word) != word:
+                command = command.replace(shlex.quote(word), f"{option[0]}***")
     return _plain(command)
 
 
@@ -75,9 +86,10 @@ class _Lines:
 
     def masked(self, line: str) -> str:
         """A line without the secrets in it."""
-        if line.startswith(("diff --git ", "index ", "@@ ", "--- ", "+++ ")):
+        if found := _HEADER.match(line):
             self.end, self.open, self.next = "", 0, False
-            return line
+            # git shows the line of code under which a change stands.
+            return found[0] + _Lines().masked(line[found.end() :])
         mark = line[: line[:1] in ("+", "-", " ")]
         if self.end:
             _, end, rest = line.partition(self.end)

@@ -1,6 +1,7 @@
 """The words of a command line as dataclasses of options. Imports no torch."""
 
 import contextlib
+import errno
 import io
 import math
 import re
@@ -13,6 +14,7 @@ from typing import Any, TypeVar, get_type_hints
 from common.errors import InputError
 from common.hints import hint, meant
 from common.launch.start import LaunchOptions
+from common.masking import printable
 from common.unused_options import refuse_unused
 
 C = TypeVar("C")
@@ -136,12 +138,20 @@ def given_path(text: str | Path) -> Path:
     """A path of the command line. A shell leaves the ~ in --option=~/folder as it is.
 
     Raises:
-        ValueError: ~NAME, where nobody has this name.
+        ValueError: ~NAME, where nobody has this name; no file can have this name, or it is a link
+            that leads to itself.
     """
     try:
-        return Path(text).expanduser()
+        path = Path(text).expanduser()
+        path.stat()
     except RuntimeError:
         raise ValueError(f"{text}: there is no home folder of this name") from None
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            shown = printable(text)
+            shown = shown if len(shown) < 100 else f"{shown[:80]}..."
+            raise ValueError(f"{shown}: {error.strerror}: give another path") from None
+    return path
 
 
 def with_homes(options: Any) -> Any:

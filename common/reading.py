@@ -61,7 +61,10 @@ def refuse_closed(option: str, *paths: Path) -> None:
         InputError: with the owner of the place that is closed: a path, or a folder above it.
     """
     for path in paths:
-        real = path.resolve()
+        try:
+            real = path.resolve()
+        except RuntimeError:  # Python 3.13 takes it as it is
+            raise InputError(f"{option} {path} is a link that leads to itself: remove it") from None
         for place in (*reversed(real.parents), real):
             needed = (os.X_OK if place.is_dir() else 0) | (os.R_OK if place == real else 0)
             if place.exists() and not os.access(place, needed):

@@ -18,6 +18,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import tarfile
 import zlib
@@ -33,9 +34,10 @@ import numpy as np
 import PIL
 from numpy.typing import NDArray
 
+from common import log
 from common.data.array_file import Texts, write_arrays
 from common.data.decode import SUFFIXES, image_fault, is_image, refuse_faults
-from common.data.image_folder import Files, Header, Listing, list_images
+from common.data.image_folder import Files, Header, Listing, left_out, list_images
 from common.data.packed import HEAD, INDEX, RESTORE, Pack, Shard
 from common.errors import InputError, TrainingError
 from common.launch.capacity import usable_cores
@@ -260,24 +262,25 @@ def index(root: Path, suffix: str = "") -> str:
     groups = [sorted(root.glob("*.tar"))]
     if not groups[0]:
         groups = [sorted((root / part).glob("*.tar")) for part in ("train", "val")]
-    if not all(groups):
-        raise InputError(f"{root} holds no tar files: to pack a folder of images, give OUT, too")
     tars = [path for group in groups for path in group]
-    beside = [path for path in (*root.rglob("*.tar*"), *root.rglob("*.tgz")) if path not in tars]
+    archive = re.compile(r"(?i)\.(tar(\..*)?|t[gx]z|tbz2?|zip)$")
+    beside = [p for p in root.rglob("*.*") if archive.search(p.name) and p not in tars]
     if beside:
         raise InputError(
-            f"{sorted(beside)[0]} would be left out: unpack a compressed tar file, and put all tar "
-            f"files into {root}, or into its train/ and val/"
+            f"{sorted(beside)[0]} would be left out: unpack a compressed one, give each a name "
+            f"that ends in .tar, and put all into {root}, or into its train/ and val/"
         )
+    if not all(groups):
+        raise InputError(f"{root} holds no tar files: to pack a folder of images, give OUT, too")
     for path in tars:
         refuse_closed("DATA", path)
         if not path.is_file():  # opening a pipe would wait for its writer
             raise InputError(f"{path} is no file: remove it")
     counts, names, classes = list[int](), list[str](), list[str]()
-    records, faults = list[tuple[int, ...]](), list[str]()
+    records, faults, others = list[tuple[int, ...]](), list[str](), list[Path]()
     with progress_bar(len(tars), unit="tar file", desc="indexing", keep=False) as bar:
         for number, path in enumerate(tars):
-            for name, content, offset, label in samples_in(path, suffix):
+            for name, content, offset, label in samples_in(path, suffix, others):
                 fault = None if suffix else image_fault(content, f"{path}: {name}")
                 faults += [fault] if fault else []
                 records.append(record(number, offset, content))
@@ -288,6 +291,8 @@ def index(root: Path, suffix: str = "") -> str:
     refuse_faults(faults)
     if not names:
         raise InputError(f"{tars[0]} holds no {name_of(suffix)}")
+    if others:
+        log.info(left_out(others))
     if not suffix and len({*classes}) == 1:
         raise InputError(f"all images in {root} have one class ({classes[0]}), and not two")
     if any(classes) and (without := classes.count("")):
@@ -309,6 +314,10 @@ def index(root: Path, suffix: str = "") -> str:
     place = {name: number for number, name in enumerate(known)}
     labels = np.array([place[name] for name in classes], np.int32)
     train_count = counts[len(groups[0]) - 1] if len(groups) > 1 else 0
+    if train_count and (new := {*classes[train_count:]} - {*classes[:train_count]}):
+        raise InputError(
+            f"{root / 'val'} has classes that train/ has not: {', '.join(sorted(new))}"
+        )
     table = np.array(records, RECORD)
     header = Header(known, train_count, hash_of_sizes(names, table["size"]))
     listing = Listing(**vars(header), names=Texts.of(names), labels=labels, sizes=table["size"])
@@ -324,10 +333,13 @@ def name_of(suffix: str) -> str:
     return f"{suffix} files" if suffix else "images"
 
 
-def samples_in(path: Path, suffix: str) -> Iterator[tuple[str, bytes, int, str]]:
+def samples_in(
+    path: Path, suffix: str, others: list[Path]
+) -> Iterator[tuple[str, bytes, int, str]]:
     """Name, content, place, class of each image (or file `suffix`) in a tar file of WebDataset.
 
-    The files of a sample follow each other, and have the same name up to the first dot.
+    The files of a sample follow each other, and have the same name up to the first dot. Files that
+    belong to no sample are added to `others`.
 
     Raises:
         InputError: the tar file is not whole, or holds something that would be left out.
@@ -341,8 +353,12 @@ def samples_in(path: Path, suffix: str) -> Iterator[tuple[str, bytes, int, str]]
         with tarfile.open(path, "r:") as tar:
             files = (member for member in tar if is_file(member, path))
             for stem, members in groupby(files, key):
-                image, label = None, None
+                image, labels, rest = None, dict[str, str](), list[Path]()
                 for member in members:
+                    kind = member.name.rpartition("/")[2].partition(".")[2].lower()
+                    if stem.endswith("/"):  # a hidden file; macOS adds ._NAME
+                        rest.append(Path(member.name))
+                        continue
                     taken = tar.extractfile(member)
                     content = taken.read() if taken else b""
                     if member.name.endswith(suffix) if suffix else is_image(member.name):
@@ -352,13 +368,13 @@ def samples_in(path: Path, suffix: str) -> Iterator[tuple[str, bytes, int, str]]
                                 "or rename them (a sample's name ends at its first dot)"
                             )
                         image = member.name, content, member.offset_data
-                    elif member.name.endswith(".cls"):
-                        label = content.decode().strip()
-                    elif member.name.endswith(".json"):
-                        said = json.loads(content)
-                        said = said if isinstance(said, dict) else {}
-                        known = [str(said[n]) for n in ("cls", "label", "class") if n in said]
-                        label = label or next(iter(known), label)
+                    elif kind in ("cls", "json"):
+                        labels |= label_in(member.name, kind, content, path)
+                    else:
+                        rest.append(Path(member.name))
+                if len({*labels.values()}) > 1:
+                    raise InputError(f"{path}: {stem.lstrip('/')} has two classes: {labels}")
+                label = next(iter(labels.values()), None)
                 if image and label is None and not suffix:
                     raise InputError(
                         f"{path}: {image[0]} has no class: add {stem.lstrip('/')}.cls to the tar "
@@ -372,11 +388,27 @@ def samples_in(path: Path, suffix: str) -> Iterator[tuple[str, bytes, int, str]]
                         f"{name_of(suffix)}, which end in {suffix or ', '.join(sorted(SUFFIXES))}: "
                         "add it to the tar file, beside its class"
                     )
+                else:
+                    others += rest
             refuse_more(path, tar.offset)
     except (tarfile.TarError, ValueError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{path} is no tar file as WebDataset makes them ({error})") from None
+
+
+def label_in(name: str, kind: str, content: bytes, path: Path) -> dict[str, str]:
+    """The class that a sample's .cls or .json file gives it, by the file's name; empty: none."""
+    try:
+        if kind == "cls":
+            return {name: content.decode().strip()}
+        said = json.loads(content)
+        given = [said[n] for n in ("cls", "label", "class") if n in said] if said else []
+        if given and (isinstance(given[0], bool) or not isinstance(given[0], str | int)):
+            raise ValueError(f"a class is a text or a whole number, and not {given[0]}")
+        return {name: str(given[0])} if given else {}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InputError(f"{path}: {name} gives no class ({error})") from None
 
 
 def is_file(member: tarfile.TarInfo, path: Path) -> bool:
@@ -452,6 +484,8 @@ def main(arguments: Sequence[str]) -> int:
         given = parser.parse_args(arguments)
         with input_errors():
             refuse_below(given, shard_mib=1, largest_side=1, quality=1)
+            if given.shard_mib > 2**30 or given.quality > 100:
+                raise ValueError("--shard-mib must be at most 2^30, and --quality at most 100")
         if given.suffix and (given.verify or given.out):
             raise InputError("--suffix is for tar files that are there: give DATA only")
         if given.verify:

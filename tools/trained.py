@@ -124,9 +124,11 @@ def read(folder: Path, *, own: bool = False) -> Trained:
     with reading(path):  # a user may rename classes
         if len(set(seen["classes"])) < len(seen["classes"]):
             raise ValueError("classes with the same name")
-        if names.exists() and [*read_record(names).values()] != seen["classes"]:
+        by_index = {str(index): name for index, name in enumerate(seen["classes"])}
+        if names.exists() and read_record(names) != by_index:
             raise ValueError(f"other classes than in {names.name}")
-    trained_as = {name: place for place, name in enumerate(manifest.get("classes", []))}
+    with reading(folder / "manifest.json"):
+        trained_as = {str(name): place for place, name in enumerate(manifest.get("classes", []))}
     for place, name in enumerate(seen["classes"]):
         if trained_as.get(name, place) != place:
             raise InputError(

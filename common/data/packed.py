@@ -282,7 +282,10 @@ def wait_for_lock(lock: IO[str], target: Path, patience_s: float = 600.0) -> Non
             before, size = size, sum(file.stat().st_size for file in target.glob("**/*"))
             since_s = time.monotonic() if size != before else since_s
             if not said:
-                log.info(f"another job copies {target}, or keeps its .lock: waiting for it")
+                log.info(
+                    f"another job copies {target}, or keeps its .lock: waiting as long as the copy "
+                    f"grows, at most {patience_s:.0f} s more"
+                )
                 said = True
             if time.monotonic() - since_s > patience_s:
                 raise InputError(

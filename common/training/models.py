@@ -223,7 +223,10 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             f"--weights {path}: {name} is quantized: give a file with a dense model's finite "
             "weights"
         )
-    return {name.removeprefix("module."): value for name, value in found.items()}
+    bare = {name.removeprefix("module."): value for name, value in found.items()}
+    if len(bare) < len(found):
+        raise InputError(f"--weights {path} holds entries with and without module. of one name")
+    return bare
 
 
 def _why_not_loaded(path: Path, error: Exception) -> str:
