@@ -45,6 +45,9 @@ _MOST_S = 15.0
 _ASKED_S = 0.2
 """Time between two looks at whether the rank was asked where it is."""
 
+_DISK_S = 10.0
+"""How long a look may take: the run's folder may be on a disk that does not answer."""
+
 # A loading process, which a rank forks, must not write into the rank's file.
 os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGQUIT))
 
@@ -127,7 +130,9 @@ class Watch:
         if self._stacks.closed:  # it has ended
             return
         self._ended.set()
-        self._thread.join()
+        self._thread.join(_DISK_S)
+        if self._thread.is_alive():  # nor would the disk answer this thread
+            return
         faulthandler.cancel_dump_traceback_later()
         faulthandler.unregister(signal.SIGQUIT)
         if self._asked() and "RECIPES_ERRORS" not in os.environ:  # else the launcher says it

@@ -28,8 +28,9 @@ from tests.faults import matrix
 from tests.helpers.commands import Recipe, Result, ranks_of, wait_for
 from tests.helpers.hosts import launched, two_hosts
 from tests.helpers.images import flowers
-from tests.helpers.machine import free_port, need, need_root, small_disk
+from tests.helpers.machine import disk_that_freezes, free_port, need, need_root, small_disk
 from tests.helpers.packs import DAMAGES, flip_image
+from tests.helpers.pool import PATIENCE_S
 from tests.helpers.run_folders import LONG, LOST, contents
 from tools import pack
 
@@ -894,6 +895,69 @@ def test_a_disk_that_fills(scene: Scene, rows: list[dict[str, Any]]) -> None:
             "status": 1,
             "resumed_from": step,
             "first_line": first.replace(str(disk), "RUN"),
+        }
+    )
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_disk_that_freezes(recipe: Recipe, rows: list[dict[str, Any]], workers: str) -> None:
+    """Rank 0 waits where no signal reaches it, rank 1 for rank 0, and the launcher for both."""
+    with disk_that_freezes(recipe.tmp_path / "disk") as disk:
+        scene = Scene(recipe, disk / "run")
+        options = (*nproc("ddp_launch"), *OPTIONS, "--num-workers", workers)
+        command = recipe.command("ddp_launch", *options, folder="disk/run")
+        gate = scene.gate("5")
+        env = {**scene.env, "GATES": str(gate.parent)}
+        process = recipe.start(*command, "--timeout-s", str(TIMEOUT_S), env=env)
+        wait_for(lambda: list(scene.folder.glob("snapshots/step_*.pt")))
+        subprocess.run(["fsfreeze", "--freeze", disk], check=True)
+        gate.unlink()
+        start_s = time.monotonic()
+        try:
+            process.wait(PATIENCE_S)
+        finally:
+            elapsed_s = time.monotonic() - start_s
+            subprocess.run(["fsfreeze", "--unfreeze", disk], check=True)
+        result = recipe.finish(process, scene.folder)
+        assert (result.status, len(result.errors)) == (1, 1), result.stderr
+        (first,) = result.errors
+        stuck = r"stopped answering \(waiting for a disk or a network file system\)"
+        assert re.match(rf"error: rank 0 on {HERE} {stuck}", first), first
+        scene.wait_until_gone(start_s)
+        step = assert_intact(scene.folder)
+        again = recipe.finish(recipe.start(*command), scene.folder).assert_ok()
+        assert again.summary["resumed_from"] == step
+    rows.append(
+        {
+            "fault": f"the disk freezes (--num-workers {workers})",
+            "recipe": "ddp_launch",
+            "seconds": elapsed_s,
+            "status": 1,
+            "resumed_from": step,
+            "first_line": first.replace(str(disk), "DISK"),
+        }
+    )
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_tmpdir_with_a_long_name(scene: Scene, rows: list[dict[str, Any]], workers: str) -> None:
+    """Too long for a socket of multiprocessing, by which loading processes hand over batches."""
+    name = scene.recipe.tmp_path / ("t" * 76)
+    name.mkdir()
+    options = (*nproc("ddp_launch"), *OPTIONS, "--num-workers", workers, "--timeout-s")
+    command = scene.recipe.command("ddp_launch", *options, str(TIMEOUT_S))
+    start_s = time.monotonic()
+    process = scene.recipe.start(*command, env={**scene.env, "TMPDIR": str(name)})
+    scene.recipe.finish(process, scene.folder).assert_ok()
+    elapsed_s = scene.wait_until_gone(start_s)
+    rows.append(
+        {
+            "fault": f"TMPDIR has a long name (--num-workers {workers})",
+            "recipe": "ddp_launch",
+            "seconds": elapsed_s,
+            "status": 0,
+            "resumed_from": 0,
+            "first_line": "",
         }
     )
 

@@ -69,6 +69,29 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
+@contextmanager
+def disk_that_freezes(folder: Path) -> Iterator[Path]:
+    """A real file system at `folder`: after `fsfreeze --freeze` whoever writes there waits.
+
+    Not even SIGKILL ends such a process until the file system is thawed, here at the latest.
+    """
+    need_root()
+    need("mount", "mkfs.ext4", "fsfreeze")
+    if not Path("/dev/loop-control").exists():
+        pytest.skip("needs loop devices")
+    image = folder.with_name(f"{folder.name}.ext4")
+    image.touch()
+    os.truncate(image, 2**26)
+    subprocess.run(["mkfs.ext4", "-q", image], check=True)
+    folder.mkdir()
+    subprocess.run(["mount", "-o", "loop", image, folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["fsfreeze", "--unfreeze", folder], check=False, capture_output=True)
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
 _held: list[socket] = []
 
 

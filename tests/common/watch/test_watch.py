@@ -398,6 +398,27 @@ def test_an_error_of_torchs_recorder_ends_no_recording(
     assert devices == ["cuda:3"]
 
 
+def test_a_look_that_waits_for_a_disk_holds_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, answers = threading.Event(), threading.Event()
+
+    def write(*_: Any) -> None:
+        waits.set()
+        answers.wait()
+
+    monkeypatch.setattr(record, "_DISK_S", 0.1)
+    monkeypatch.setattr(record, "_collectives", list)
+    watch = record.Watch(tmp_path, 0, {}, 0.2, lambda: 3)
+    monkeypatch.setattr(record, "write_json", write)
+    assert waits.wait(PATIENCE_S)
+    record.stop()
+    assert watch._thread.is_alive()
+    answers.set()
+    watch._thread.join()
+    watch.end(keep=False)
+
+
 def test_a_collective_is_called_by_the_recipe_that_needs_it() -> None:
     places = [
         (torch.distributed.__file__, 3, "all_gather"),
