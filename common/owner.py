@@ -90,6 +90,8 @@ def owner_of(folder: Path) -> str | None:
     Raises:
         OSError: `.lock` cannot be read.
     """
+    if (folder / ".lock").is_fifo():  # opening it would wait for its writer
+        raise OSError(f"{folder / '.lock'} is a pipe")
     layout = "hhqqi"  # struct flock of 64-bit Linux
     asked = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     with suppress(FileNotFoundError), (folder / ".lock").open(errors="replace") as file:

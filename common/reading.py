@@ -18,7 +18,7 @@ def read_json(path: Path, *numbers: str) -> dict[str, Any]:
         InputError: the file is damaged; it names the file.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(no_pipe(path).read_text(encoding="utf-8"))
         if not isinstance(content, dict) or not all(
             isinstance(content.get(n), int) for n in numbers
         ):
@@ -28,6 +28,13 @@ def read_json(path: Path, *numbers: str) -> dict[str, Any]:
         raise InputError(
             f"{path} is damaged ({error}): restore it, or choose another --output-dir"
         ) from None
+
+
+def no_pipe(path: Path) -> Path:
+    """The path as it is. OSError: it is a pipe, and whoever opens one waits for its writer."""
+    if path.is_fifo():
+        raise OSError("it is a pipe")
+    return path
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -48,7 +55,7 @@ def bytes_in(*paths: Path) -> int:
 
 def tail(file: Path, size: int = 2**16) -> str:
     """The last bytes of a text file, enough for a log's last lines; "" if it cannot be read."""
-    with suppress(OSError), file.open("rb") as bytes_:
+    with suppress(OSError), no_pipe(file).open("rb") as bytes_:
         bytes_.seek(max(0, file.stat().st_size - size))
         return bytes_.read().decode(errors="replace")
     return ""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from common.errors import InputError
 from common.identity import decisive
 from common.parse import parse_alone
-from common.reading import refuse_closed
+from common.reading import no_pipe, refuse_closed
 
 G = TypeVar("G")
 Content = dict[str, Any]
@@ -47,7 +47,7 @@ def read_record(path: Path, **kinds: type) -> Content:
     """
     refuse_closed("the file", path)
     with reading(path):
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(no_pipe(path).read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise TypeError("it holds no object")
         for name, kind in kinds.items():

@@ -26,7 +26,7 @@ from common.errors import InputError
 from common.masking import printable
 from common.owner import owner_of
 from common.parse import given_path
-from common.reading import read_json, tail
+from common.reading import no_pipe, read_json, tail
 from tools.command import Parser, attempt
 
 COLUMNS = ("run", "begun", "status", "steps", "best", "samples/s", "weights", "options")
@@ -184,7 +184,7 @@ def by_epoch(run: dict[str, Any]) -> dict[str, list[tuple[int, float]]]:
     """Epochs, counted from 1, and values of each metric that a run logged after its epochs."""
     found: dict[str, list[tuple[int, float]]] = {}
     try:
-        text = (Path(run["folder"]) / "metrics.jsonl").read_text(errors="replace")
+        text = no_pipe(Path(run["folder"]) / "metrics.jsonl").read_text(errors="replace")
     except OSError:
         return found
     for words in text.splitlines():

@@ -128,6 +128,21 @@ def test_whatever_lies_in_five_hundred_folders_is_no_traceback(
     assert sum("status.json cannot be read" in line for line in lines) == 50
 
 
+def test_pipes_among_the_files_of_runs_are_not_opened(recipe: Recipe) -> None:
+    """Whoever opens a pipe waits for its writer."""
+    names = (".lock", "config.json", "metrics.jsonl", "status.json", "summary.json")
+    for name in names:
+        run = made_up(recipe.tmp_path / f"pipe {name}")
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)
+    figure = recipe.module("runs", recipe.tmp_path, "--figure", recipe.tmp_path / "loss.png")
+    assert "none of these runs has finished an epoch" in figure.stderr
+    done = recipe.module("runs", recipe.tmp_path).assert_ok()
+    assert all(f"pipe {name}" in done.stdout for name in names)
+    for name in ("config.json", "status.json", "summary.json"):
+        assert f"{name} cannot be read" in done.stdout
+
+
 def test_runs_are_sorted_and_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, accuracy in (("a", 0.9), ("b", 0.7), ("c", 0.8)):
         made_up(tmp_path / name, val_accuracy=accuracy)
