@@ -28,6 +28,7 @@ from common.errors import StopRequested, TrainingError
 from common.group.collectives import agreed, gather_numbers
 from common.group.stop import StopAgreement
 from common.launch.report import say
+from common.masking import printable
 from common.profile import SETTLE, Profile
 from common.replicas import unlike_replicas
 from common.run.check import end_check, folder_of_check
@@ -326,7 +327,7 @@ class Loop:
         run.metrics(state.step, state.epoch, **self._metrics)
         found = ", ".join(f"{name} {value:.4f}" for name, value in self._metrics.items())
         epoch, by = state.epoch + 1, best_metric(run.options.best_by, self._metrics, state.best)
-        log.info(f"epoch {epoch}/{self.plan.options.epochs}: {found}")
+        log.info(f"epoch {epoch}/{self.plan.options.epochs}: {printable(found)}")
         if news := explosion(self._metrics, before, len(self.data.class_names)):
             size, lr = self.plan.global_batch_size, self.plan.options.lr
             log.warning(

@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -82,6 +83,28 @@ def test_the_metric_that_is_not_finite_is_named() -> None:
     """Not the loss beside it."""
     found = Evaluation({"loss": 1.0, "error_px": float("nan"), "f1": float("inf")}, total=3)
     assert found.not_finite == ["error_px", "f1"]
+
+
+def train_with_a_metric(ranks: Ranks, name: str, folder: Path) -> tuple[int, str, str]:
+    """ddp_launch, whose evaluation has one more metric of that name."""
+    recipe = import_module("recipes.ddp_launch.train")
+    own = recipe.evaluate
+
+    def evaluate(*given: Any) -> Evaluation:
+        found: Evaluation = own(*given)
+        return replace(found, means={name: found.means["loss"], **found.means})
+
+    with mock.patch.object(recipe, "evaluate", evaluate):
+        options = ["--nproc", "1", "--max-steps", "1", "--output-dir", str(folder)]
+        return call_main(ranks, "ddp_launch", options)
+
+
+def test_names_of_metrics_stay_in_their_line(pool: Pool, tmp_path: Path) -> None:
+    ((status, told, said),) = pool.run(train_with_a_metric, 1, "a\nerror: \x1b[2J", tmp_path)
+    assert status == 0, said
+    assert told.count(r"val_a\nerror: \x1b[2J ") == 2, "of the epoch and of the summary"
+    assert "\x1b" not in told
+    assert not [line for line in told.splitlines() if line.startswith("error:")]
 
 
 def test_the_metric_is_chosen_by_name(pool: Pool, tmp_path: Path, whole: Result) -> None:
