@@ -54,6 +54,19 @@ def test_gpus_that_no_task_of_slurm_uses_are_told(
     assert (says in said) if says else (said == "")
 
 
+def test_two_processes_where_slurm_started_one_are_asked_of_srun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ranks, "_has_terminal", lambda: False)
+    step = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    for name, value in {**SLURM, **step}.items():
+        monkeypatch.setenv(name, value)
+    assert ddp_launch.main(["--nproc", "2", "--device", "cpu"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "one of 1 that slurm started here" in line
+    assert "for more give srun --ntasks-per-node=2" in line
+
+
 BROKEN = {
     "no __init__.py": ("", "x = 1", "recipes/mine/__init__.py is missing, or has no LAUNCHED"),
     "no main": ('LAUNCHED = "one"', "x = 1", "recipes/mine/train.py has no main(arguments)"),

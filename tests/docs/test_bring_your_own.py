@@ -843,6 +843,8 @@ def test_the_diff_leaves_out_runs_secrets_and_what_is_no_text(
     assert git.changed_files().keys() == names
     header = b"--- /dev/null\n+++ b/a file.py\t\n@@ -0,0 +1,1 @@\n"
     assert git.changes() == header + b"+x = 1\n\\ No newline at end of file\n"
+    (tmp_path / "a file.py").write_text('token: str = f"{user}abc"')
+    assert git.changes() == header + b"+token: str = ***\n\\ No newline at end of file\n"
     (tmp_path / "large.txt").write_text("x\n" * 2**19)
     assert len(git.changes()) < 2**20 + 100
     assert git.changes().endswith(b"\ncut here: too long\n")

@@ -660,6 +660,7 @@ def test_evaluate_on_another_folder_and_with_other_weights(
     status, printed, said = evaluated(pool, 3, photo_run, "--data-path", moved)
     found = json.loads(printed.splitlines()[-1])
     assert (status, found["val_total"], found["held_out"]) == (0, 19, False), said
+    assert f"--data-path {moved} has no images of rose" in f"{printed}{said}"
     shown = predicted(pool, photo_run, moved, "--json")[1].splitlines()
     answers = [json.loads(line) for line in shown]
     right = [answer["class"] == Path(answer["file"]).parent.name for answer in answers]

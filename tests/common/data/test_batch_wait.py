@@ -1,6 +1,7 @@
 """A wait for a batch has an end and a name, and a stop signal ends it without a loss."""
 
 import json
+import os
 import re
 import signal
 import threading
@@ -16,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 from common.data import batch_wait
-from common.data.batch_wait import BatchWait
+from common.data.batch_wait import BatchWait, place
+from common.data.loaders import make_loader
+from common.data.stream import Samples
 from common.launch.ranks import Ranks
 from common.seeds import lent_generators, rng_state
 from tests.helpers.commands import INJECTED, Recipe, Result, wait_for
@@ -55,6 +58,18 @@ def test_ranks_that_all_wait_for_data_stop_on_request_and_lose_nothing(
     stalled.unlink()
     again = recipe("ddp_launch", *options, env=env).assert_ok()
     assert (again.sha, again.losses) == (whole.sha, whole.losses)
+
+
+def test_a_loading_process_that_cannot_answer_is_named_with_its_state() -> None:
+    """T is stopped, D waits for a disk."""
+    samples = Samples(list(range(100)), range(100), 0)
+    loader: Any = make_loader(samples, [[(0, 0)], [(0, 1)]], num_workers=1)
+    next(iter(loader))
+    (worker,) = loader._iterator._workers
+    os.kill(worker.pid, signal.SIGSTOP)
+    named = rf"its loading process {worker.pid} does not answer \(in state T\)"
+    assert re.fullmatch(named, place(loader))
+    os.kill(worker.pid, signal.SIGCONT)
 
 
 def test_generators_that_a_sample_uses_are_saved_as_they_were() -> None:

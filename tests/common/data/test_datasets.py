@@ -155,6 +155,24 @@ def test_classes_without_images_to_validate_on_are_named(
     ]
 
 
+def test_names_of_data_stay_in_their_line_on_a_terminal(recipe: Recipe) -> None:
+    """A class whose name ends the line, begins one with error:, and clears the screen."""
+    name, root = "a\nerror: rank 7\x1b[2J\x9b2J", recipe.tmp_path / "data"
+    flowers(root, 4, (name,))
+    flowers(root, 6, ("tulip",))
+    for number in (1, 2):
+        (root / name / f"{name} {number}.jpg").write_text("no image")
+    options = "--nproc 2 --device cpu --image-size 8 --num-workers 0 --data imagefolder --data-path"
+    result = recipe("ddp_launch", *options.split(), root, "--check")
+    said, shown = f"{result.stdout}\n{result.stderr}", r"a\nerror: rank 7\x1b[2J\x9b2J"
+    assert f"none to validate on: {shown}\n" in said
+    assert f"{shown} 2.jpg cannot be decoded" in said
+    assert not {"\x1b", "\x9b"} & {*said}, said
+    (error,) = result.errors
+    assert "2 images cannot be used; the first: " in error, "each rank has found one"
+    assert result.status == 2
+
+
 def test_image_folder_with_its_own_split(tmp_path: Path) -> None:
     flowers(tmp_path / "train", per_class=3)
     flowers(tmp_path / "val", per_class=2)

@@ -10,10 +10,9 @@ import shutil
 import sys
 import tarfile
 import tempfile
-import threading
-import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -23,6 +22,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from common import log
 from common.data import image_folder, packed
 from common.data.datasets import Data, DataOptions, load_data
 from common.data.decode import decoded
@@ -35,7 +35,7 @@ from common.writing import write_file
 from tests.helpers.commands import Recipe, Result
 from tests.helpers.images import flowers, photo
 from tests.helpers.packs import DAMAGES, flip, flip_image, remove
-from tests.helpers.pool import PATIENCE_S, Pool, call_main, in_group
+from tests.helpers.pool import Pool, call_main, in_group
 from tools import pack as tool
 
 MIB = 2**20
@@ -526,27 +526,38 @@ def local_copy(ranks: Ranks, root: Path, local: Path) -> tuple[Path, int]:
         return packed.copied_once_per_host(root, local, ranks), len(written)
 
 
-def test_a_copy_that_another_job_holds_is_waited_for_as_long_as_it_grows(tmp_path: Path) -> None:
-    (tmp_path / "000000.tar").write_bytes(b"")
+def test_a_copy_that_another_job_holds_is_waited_for_as_long_as_it_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(log, "propagate", True)
+    caplog.set_level("INFO", log.name)
+    tar, now_s, last = tmp_path / "000000.tar", 0.0, 5
+    tar.touch()
     with (tmp_path / ".lock").open("w") as theirs, (tmp_path / ".lock").open("w") as own:
+
+        def copy(_: float) -> None:
+            nonlocal now_s
+            now_s += 500
+            os.truncate(tar, min(last, tar.stat().st_size + 1))
+            if tar.stat().st_size == 5:
+                fcntl.flock(theirs, fcntl.LOCK_UN)
+
+        clock = SimpleNamespace(monotonic=lambda: now_s, sleep=copy)
+        monkeypatch.setattr(packed, "time", clock)
         fcntl.flock(theirs, fcntl.LOCK_EX)
-        with pytest.raises(InputError, match=r"keeps .*\.lock, and its copy has not grown for 0 s"):
-            packed.wait_for_lock(own, tmp_path, patience_s=0)
-        began = threading.Event()
-
-        def copy() -> None:
-            for size in range(4):
-                os.truncate(tmp_path / "000000.tar", size)
-                began.set()
-                time.sleep(1)
-            fcntl.flock(theirs, fcntl.LOCK_UN)
-
-        copying = threading.Thread(target=copy)
-        copying.start()
-        began.wait()
-        packed.wait_for_lock(own, tmp_path, patience_s=PATIENCE_S)
-        assert (tmp_path / "000000.tar").stat().st_size == 3, "the other job had ended"
-        copying.join()
+        packed.wait_for_lock(own, tmp_path)
+        assert tar.stat().st_size == 5, "the other job had ended"
+        assert caplog.messages == [
+            f"another job copies {tmp_path}, or keeps its .lock: waiting for it"
+        ]
+        fcntl.flock(own, fcntl.LOCK_UN)
+        fcntl.flock(theirs, fcntl.LOCK_EX)
+        os.truncate(tar, 0)
+        last = 3
+        with pytest.raises(
+            InputError, match=r"keeps .*\.lock, and its copy has not grown for 600 s"
+        ):
+            packed.wait_for_lock(own, tmp_path)
 
 
 def test_one_rank_copies_the_pack_to_the_hosts_own_disk(
