@@ -68,6 +68,12 @@ def test_a_diff_keeps_no_secret(written: str) -> None:
     assert found.count("\n") == written.count("\n") + 2
 
 
+def test_the_line_that_git_shows_above_a_change_keeps_no_secret() -> None:
+    found = masked_diff("@@ -13,7 +13,7 @@ API_TOKEN = 'correcthorse'\n-x = 1\n+-- 1\n")
+    assert found == "@@ -13,7 +13,7 @@ API_TOKEN = ***\n-x = 1\n+-- 1\n"
+    assert "correct" not in masked_diff("--- password: 'correcthorse1'\n")
+
+
 @pytest.mark.parametrize("written", STAYS)
 def test_an_ordinary_line_of_a_diff_stays(written: str) -> None:
     assert masked_diff(f"{written}\n+x = 'last'") == f"{written}\n+x = 'last'"
@@ -80,6 +86,8 @@ def test_an_ordinary_line_of_a_diff_stays(written: str) -> None:
         ("--data-path 'https://abc@host/a b' --lr 1", "--data-path 'https://***@host/a b' --lr 1"),
         ("--hub-token abc123 --seed 1", "--hub-token *** --seed 1"),
         ("--password='abc 123' --seed 1", "--password=*** --seed 1"),
+        ("'--password=abc 123' --seed 1", "--password=*** --seed 1"),
+        ("""'--password=it'"'"'s abc' --seed 1""", "--password=*** --seed 1"),
         (
             "--auth abc --text 'https://h/x?sig=abc&y=1'",
             "--auth *** --text 'https://h/x?sig=***&y=1'",

@@ -845,6 +845,12 @@ def test_the_diff_leaves_out_runs_secrets_and_what_is_no_text(
     assert git.changes() == header + b"+x = 1\n\\ No newline at end of file\n"
     (tmp_path / "a file.py").write_text('token: str = f"{user}abc"')
     assert git.changes() == header + b"+token: str = ***\n\\ No newline at end of file\n"
+    for words in ("add -f .env", "-c user.name=a -c user.email=a@b commit -qm a"):
+        subprocess.run(["git", "-C", tmp_path, *words.split()], check=True)
+    (tmp_path / ".env").write_text("y = 2")
+    assert ".env" in git.changed_files()
+    assert b"+++ b/a file.py" in git.changes()
+    assert b".env" not in git.changes()
     (tmp_path / "large.txt").write_text("x\n" * 2**19)
     assert len(git.changes()) < 2**20 + 100
     assert git.changes().endswith(b"\ncut here: too long\n")

@@ -285,8 +285,19 @@ def spoil(path: Path, places: list[int], how: str) -> None:
         path.write_bytes(whole[: places[4]] + b"x" + whole[places[4] + 1 :])
     elif how == "joined":
         path.write_bytes(whole + whole)
-    elif how == "compressed beside":
-        path.with_name("1.tar.gz").touch()
+    elif how.endswith(" beside"):
+        path.with_name(how.removesuffix(" beside")).touch()
+    elif how == "another class in val":
+        for part in ("train", "val"):
+            path.parent.joinpath(part).mkdir()
+        tar_of_images(path.parent / "train" / "0.tar")
+        with tarfile.open(path) as tar:
+            first = tar.extractfile("0.png")
+            image = first.read() if first else b""
+        path.rename(path.parent / "val" / "0.tar")
+        with tarfile.open(path.parent / "val" / "0.tar", "a") as tar:
+            add(tar, "9.png", image)
+            add(tar, "9.cls", b"7")
     elif how == "pipe":
         path.unlink()
         os.mkfifo(path)
@@ -297,13 +308,24 @@ def spoil(path: Path, places: list[int], how: str) -> None:
             member.type = {"hard link": tarfile.LNKTYPE, "link": tarfile.SYMTYPE}.get(how, b"0")
             if how == "class without an image":
                 add(tar, "9.cls", b"0")
+            elif how in OTHER_CLASSES:
+                add(tar, "3.json", OTHER_CLASSES[how])
             elif how == "deep JSON":
                 add(tar, "9.json", b"[" * 200_000)
             else:
                 tar.addfile(member)
 
 
+OTHER_CLASSES = {
+    "two classes": b'{"label": 7}',
+    "no class": b'{"label": null}',
+    "a list as class": b'{"cls": [1]}',
+}
 SPOILT = {
+    "two classes": "3 has two classes: {'3.cls': '1', '3.json': '7'}",
+    "no class": "3.json gives no class (a class is a text or a whole number, and not None)",
+    "a list as class": "3.json gives no class (a class is a text or a whole number, and not [1])",
+    "another class in val": "val has classes that train/ has not: 7",
     "cut between two files": "is cut off",
     "cut in a file": "is no tar file as WebDataset makes them",
     "cut in its end": "is cut off",
@@ -312,8 +334,8 @@ SPOILT = {
     "hard link": "9.png is a link to 0.png: make the tar file with files only",
     "link": "9.png is a link to 0.png: make the tar file with files only",
     "class without an image": "9 has a class and none of the images",
-    "deep JSON": "is no tar file as WebDataset makes them",
-    "compressed beside": "1.tar.gz would be left out",
+    "deep JSON": "9.json gives no class",
+    **{f"{name} beside": f"{name} would be left out" for name in ("1.tar.gz", "1.TAR", "1.txz")},
     "pipe": "0.tar is no file",
 }
 
@@ -328,6 +350,18 @@ def test_a_tar_file_is_indexed_whole_or_refused(
     assert line.startswith("error: ")
     assert SPOILT[how] in line
     assert not (tmp_path / INDEX).exists()
+
+
+def test_files_that_belong_to_no_sample_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tar_of_images(tmp_path / "0.tar")
+    with tarfile.open(tmp_path / "0.tar", "a") as tar:
+        for name in ("._0.png", "8.gif", "9.txt"):
+            add(tar, name, b"-")
+    assert tool.main([str(tmp_path)]) == 0
+    said = "files left out, not images by their names: 3 (.png 1, .gif 1, .txt 1)"
+    assert said in capsys.readouterr().out
 
 
 def test_an_identifier_is_no_number_of_a_class(tmp_path: Path) -> None:
@@ -548,7 +582,8 @@ def test_a_copy_that_another_job_holds_is_waited_for_as_long_as_it_grows(
         packed.wait_for_lock(own, tmp_path)
         assert tar.stat().st_size == 5, "the other job had ended"
         assert caplog.messages == [
-            f"another job copies {tmp_path}, or keeps its .lock: waiting for it"
+            f"another job copies {tmp_path}, or keeps its .lock: waiting as long as the copy "
+            "grows, at most 600 s more"
         ]
         fcntl.flock(own, fcntl.LOCK_UN)
         fcntl.flock(theirs, fcntl.LOCK_EX)
