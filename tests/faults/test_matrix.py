@@ -899,7 +899,7 @@ def test_a_disk_that_fills(scene: Scene, rows: list[dict[str, Any]]) -> None:
     )
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", [row("0", in_ci=True), row("2")])
 def test_a_disk_that_freezes(recipe: Recipe, rows: list[dict[str, Any]], workers: str) -> None:
     """Rank 0 waits where no signal reaches it, rank 1 for rank 0, and the launcher for both."""
     with disk_that_freezes(recipe.tmp_path / "disk") as disk:
@@ -939,7 +939,7 @@ def test_a_disk_that_freezes(recipe: Recipe, rows: list[dict[str, Any]], workers
     )
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", [row("0"), row("2", in_ci=True)])
 def test_a_tmpdir_with_a_long_name(scene: Scene, rows: list[dict[str, Any]], workers: str) -> None:
     """Too long for a socket of multiprocessing, by which loading processes hand over batches."""
     name = scene.recipe.tmp_path / ("t" * 76)
