@@ -95,7 +95,6 @@ def train(config: Config, ranks: Ranks) -> None:
             torch.compile(model) if config.model.compile else model,
             device_ids=[device.index] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,  # saves one copy of the gradients
-            broadcast_buffers=False,  # not in each step: `evaluate` sends rank 0's
         )
 
         # optimizer
