@@ -127,11 +127,11 @@ format: $(INSTALLED_DEV) ## Format the code and fix what the linter can fix
 	@$(PYTHON) -m ruff format .
 	@$(PYTHON) -m ruff check --fix .
 
-test: need-suite $(INSTALLED_DEV) ## Run the tests (minutes), or those of SUITE=slow, slurm, image, faults or soak
+test: need-suite $(INSTALLED_DEV) ## Run the tests (minutes), or those of SUITE=slow, slurm, image, by_hand, faults or soak
 	@case "$(SUITE)" in \
 	"") $(PYTHON) -m pytest -n logical --maxprocesses 2 --dist loadfile $(ARGS) ;; \
 	slow) $(PYTHON) -m pytest -m "slow and not slurm and not image and not by_hand" $(ARGS) ;; \
-	by_hand) $(PYTHON) -m pytest -m by_hand $(ARGS) ;; \
+	by_hand) $(PYTHON) -m pytest -m by_hand --ignore=tests/faults $(ARGS) ;; \
 	slurm) $(PYTHON) -m pytest -m slurm tests/doors/slurm $(ARGS) ;; \
 	image) $(PYTHON) -m pytest -m image tests/doors/image $(ARGS) ;; \
 	faults) FAULTS_JSON=$(CURDIR)/tests/faults/results/matrix.json \

@@ -42,10 +42,14 @@ def new_files() -> list[str]:
     return [name for name in names if not name.startswith(runs)]
 
 
+def _differing() -> list[str]:
+    """Files of the commit that are changed or deleted."""
+    return git("diff", "--name-only", "--relative", "-z", "HEAD").split("\0")[:-1]
+
+
 def changed_files() -> dict[str, str]:
     """SHA-256 of each file that is not as in the commit: changed, deleted or new."""
-    changed = git("diff", "--name-only", "--relative", "-z", "HEAD").split("\0")[:-1]
-    return {name: _digest(ROOT / name) for name in [*changed, *new_files()][:1000]}
+    return {name: _digest(ROOT / name) for name in [*_differing(), *new_files()][:1000]}
 
 
 def _digest(path: Path) -> str:
@@ -58,8 +62,7 @@ def _digest(path: Path) -> str:
 
 def changes() -> bytes:
     """The diff between the commit and the code that runs, with new files, without secrets."""
-    names = git("diff", "--name-only", "--relative", "-z", "HEAD").split("\0")[:-1]
-    private = [f":(exclude,literal){name}" for name in names if _PRIVATE.search(name)]
+    private = [f":(exclude,literal){name}" for name in _differing() if _PRIVATE.search(name)]
     diff = git("diff", "--relative", "--no-color", "--no-ext-diff", "HEAD", "--", ".", *private)
     for name in new_files():
         path = ROOT / name

@@ -353,12 +353,12 @@ def samples_in(
         with tarfile.open(path, "r:") as tar:
             files = (member for member in tar if is_file(member, path))
             for stem, members in groupby(files, key):
+                if stem.endswith("/"):  # hidden files; macOS adds ._NAME
+                    others += [Path(member.name) for member in members]
+                    continue
                 image, labels, rest = None, dict[str, str](), list[Path]()
                 for member in members:
                     kind = member.name.rpartition("/")[2].partition(".")[2].lower()
-                    if stem.endswith("/"):  # a hidden file; macOS adds ._NAME
-                        rest.append(Path(member.name))
-                        continue
                     taken = tar.extractfile(member)
                     content = taken.read() if taken else b""
                     if member.name.endswith(suffix) if suffix else is_image(member.name):
@@ -403,11 +403,12 @@ def label_in(name: str, kind: str, content: bytes, path: Path) -> dict[str, str]
         if kind == "cls":
             return {name: content.decode().strip()}
         said = json.loads(content)
-        given = [said[n] for n in ("cls", "label", "class") if n in said] if said else []
+        said = said if isinstance(said, dict) else {}
+        given = [said[n] for n in ("cls", "label", "class") if n in said]
         if given and (isinstance(given[0], bool) or not isinstance(given[0], str | int)):
             raise ValueError(f"a class is a text or a whole number, and not {given[0]}")
         return {name: str(given[0])} if given else {}
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: {name} gives no class ({error})") from None
 
 

@@ -42,7 +42,7 @@ from common.data.image_folder import Header, Listing
 from common.errors import InputError, TrainingError
 from common.group.collectives import agreed, gather, together
 from common.launch.ranks import Ranks
-from common.reading import refuse_closed
+from common.reading import bytes_in, refuse_closed
 from common.terminal import progress_bar
 from common.writing import write_file, writing
 
@@ -274,30 +274,33 @@ def wait_for_lock(lock: IO[str], target: Path, patience_s: float = 600.0) -> Non
     Raises:
         InputError: they have not grown for `patience_s`.
     """
-    size, since_s, said = -1, time.monotonic(), False
-    while True:
+
+    def taken() -> bool:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            before, size = size, sum(file.stat().st_size for file in target.glob("**/*"))
-            since_s = time.monotonic() if size != before else since_s
-            if not said:
-                log.info(
-                    f"another job copies {target}, or keeps its .lock: waiting as long as the copy "
-                    f"grows, at most {patience_s:.0f} s more"
-                )
-                said = True
-            if time.monotonic() - since_s > patience_s:
-                raise InputError(
-                    f"--data-local: another job keeps {target / '.lock'}, and its copy has not "
-                    f"grown for {patience_s:.0f} s: find the process by `lsof` or /proc/locks, and "
-                    "end it"
-                ) from None
-            time.sleep(0.5)
+            return False
         except OSError:  # a file system without locks
-            return
-        else:
-            return
+            return True
+        return True
+
+    if taken():
+        return
+    log.info(
+        f"another job copies {target}, or keeps its .lock: waiting as long as the copy grows, at "
+        f"most {patience_s:.0f} s more"
+    )
+    size, since_s = bytes_in(target), time.monotonic()
+    while not taken():
+        before, size = size, bytes_in(target)
+        if size != before:
+            since_s = time.monotonic()
+        elif time.monotonic() - since_s > patience_s:
+            raise InputError(
+                f"--data-local: another job keeps {target / '.lock'}, and its copy has not grown "
+                f"for {patience_s:.0f} s: find the process by `lsof` or /proc/locks, and end it"
+            )
+        time.sleep(0.5)
 
 
 def is_whole(target: Path, pack: Pack) -> bool:

@@ -147,7 +147,8 @@ def _end_without_threads(status: int) -> NoReturn:
     sleep(_THREADS_S / 30)
     log.warning(f"waiting up to {_THREADS_S:.0f} s for {_threads() or 'the functions of atexit'}")
     sleep(_THREADS_S)
-    log.warning(f"ended without {_threads()}: give it daemon=True, or end it with your loop")
+    if held := _threads():
+        log.warning(f"ended without {held}: give it daemon=True, or end it with your loop")
     os._exit(status)
 
 

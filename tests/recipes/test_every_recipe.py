@@ -155,13 +155,8 @@ def test_a_compiled_model_trains_alike_and_goes_on_to_the_bit(recipe: Recipe) ->
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *(
-            pytest.param(*case, marks=pytest.mark.by_hand)
-            for case in (
-                ("dp_scratch", "--epochs 1"),
-                ("checkpoint_rnn", "--length 64 --hidden-size 8"),
-            )
-        ),
+        pytest.param("dp_scratch", "--epochs 1", marks=pytest.mark.by_hand),
+        pytest.param("checkpoint_rnn", "--length 64 --hidden-size 8", marks=pytest.mark.by_hand),
         ("tune_loader", "--max-workers 1 --samples 64"),
     ],
 )
