@@ -40,6 +40,7 @@ IMAGE ?= torch-recipes:$(STACK)$(if $(filter development,$(TARGET)),-development
 DOCKER ?= docker
 RUNS ?= $(CURDIR)/runs
 GPUS ?= $(if $(shell command -v nvidia-smi 2>/dev/null),all)
+export PYTHONHASHSEED ?= 0
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 LAUNCH = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) \

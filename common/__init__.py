@@ -34,6 +34,7 @@ Where to change what. Each room and file imports only from those below it; a tes
       array_file        arrays that all processes map
       workers           --num-workers: by the cores, by the room in /dev/shm, measured, or kept
       stream            which samples form which batch, in which order
+      same_samples      whether all ranks read the same samples, each time they read them
       broken            what is said of a sample that cannot be read or fits no batch
       batches           batches on the device, copied ahead of time
       batch_wait        how long a rank waits for a batch, and how it is stopped meanwhile

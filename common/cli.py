@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeVar
 
+from common import ROOT
 from common.errors import STATUS_FINISHED, InputError
 from common.launch.capacity import refuse_more_than_fit
 from common.launch.process import end_process as end_process
@@ -110,6 +112,7 @@ def run(
     """
     ranks = Ranks()
     try:
+        _refuse_other_name(name, train)
         ranks, arguments = _resolve(sys.argv[1:] if arguments is None else arguments)
         options, config = parse(name, config_class, arguments)
         check_versions()
@@ -164,6 +167,13 @@ def run(
             raise refuse_together(error, ranks) from None
 
     return run_rank(body, ranks)
+
+
+def _refuse_other_name(name: str, train: Callable[..., None]) -> None:
+    """Raise InputError if the ranks, which are started by that name, would run another recipe."""
+    folder = Path(train.__code__.co_filename).resolve().parent
+    if folder.parent == ROOT / "recipes" and folder.name != name:
+        raise InputError(f"recipes/{folder.name}/train.py says NAME = {name!r}: write its folder's")
 
 
 def _launched(name: str) -> str:

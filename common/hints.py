@@ -168,6 +168,13 @@ _TABLE = {
         "a label is no class of the model: labels are 0 to classes - 1, so correct the label, or "
         "give the model more outputs (Data.class_names, or your own model's last layer)"
     ),
+    r"does not support sparse gradients|sparse gradients, please consider|Sparse.*allreduce": (
+        "an Embedding(sparse=True) has them: leave sparse out, or give those parameters to an "
+        "optimizer that takes them, as torch.optim.SGD(..., fused=False)"
+    ),
+    r"cross_entropy_loss.*argument 'input'.*must be Tensor, not": (
+        "the model returns more than its logits: take them out, as in model(images)['logits']"
+    ),
     r"Using a target size .* different to the input size": (
         "give the targets and the model's outputs the same shape, as with outputs.squeeze(1) "
         "(docs/bring-your-own.md, The loss)"

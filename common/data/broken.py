@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -64,6 +65,38 @@ def make_batch(
             f"Samples(...) ({_PAGE}, Samples)"
         )
     return batch
+
+
+def refuse_other_labels(batch: Any, classes: int, indices: Sequence[int], source: Any) -> None:
+    """Raise SampleError for a label of a batch (inputs, labels) that is none of the classes.
+
+    torch leaves a label of -100 out of the loss, and says of another one only its value. Labels of
+    several numbers per sample, and of no classes (`classes` is 0), are not looked at.
+    """
+    if not classes or not isinstance(batch, list | tuple) or len(batch) != 2:
+        return
+    labels, of = batch[1], type(source).__name__
+    if isinstance(labels, list | tuple) and labels and isinstance(labels[0], str):
+        raise SampleError(
+            f"the label of sample {indices[0]} of {of} is {labels[0]!r}: give the number of its "
+            f"class, 0 to {classes - 1}"
+        )
+    if not isinstance(labels, Tensor) or labels.dim() > 2 or labels.shape[1:] not in ((), (1,)):
+        return
+    if labels.is_floating_point() or labels.dtype == torch.bool or labels.dim() == 2:
+        kind = str(labels.dtype).removeprefix("torch.")
+        raise SampleError(
+            f"the labels of {of} are {kind} of shape {tuple(labels.shape[1:])}: give each sample "
+            "the number of its class, an int; for targets of another kind leave class_names out of "
+            "Data(...)"
+        )
+    if len(wrong := ((labels < 0) | (labels >= classes)).nonzero()):
+        place = int(wrong[0])
+        raise SampleError(
+            f"the label of sample {indices[place]} of {of} is {labels[place].item()}, but Data has "
+            f"{classes} class_names, 0 to {classes - 1}: correct it, or leave the sample's index "
+            "out of Samples(...)"
+        )
 
 
 def _why_no_batch(collate: Callable[[list[Any]], Any], samples: dict[int, Any], name: str) -> str:

@@ -118,6 +118,7 @@ class Data:
                 raise InputError(
                     f"the data set has no samples in Data.{part}: give it at least one"
                 )
+            samples.classes = len(self.class_names)
         if not isinstance(self.fingerprint, str) or not self.fingerprint:
             raise InputError(
                 f"Data.fingerprint is {self.fingerprint!r}: give a text that changes with the data "

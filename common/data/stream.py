@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset, default_collate
 
-from common.data.broken import make_batch, read_sample
+from common.data.broken import make_batch, read_sample, refuse_other_labels
 from common.errors import InputError
 from common.seeds import lent_generators, mix, seed_cpu
 
@@ -52,6 +52,8 @@ class Samples(Dataset[Any]):
                 "whole numbers; for a mask, np.flatnonzero(mask)"
             )
         self.source, self.indices, self.seed, self.collate = source, indices, seed, collate
+        self.classes = 0
+        """If there are any, the second tensor of a batch (inputs, labels) holds their numbers."""
         self._drawn_for, self._draws = -1, np.zeros(0, np.uint64)
 
     def __len__(self) -> int:
@@ -76,7 +78,9 @@ class Samples(Dataset[Any]):
             for index, seed in zip(indices, self.seeds_of(keys).tolist(), strict=True):
                 seed_cpu(seed)
                 samples.append(read_sample(self.source, index))
-        return make_batch(self.collate, samples, indices, self.source)
+        batch = make_batch(self.collate, samples, indices, self.source)
+        refuse_other_labels(batch, self.classes, indices, self.source)
+        return batch
 
     def seeds_of(self, keys: Sequence[Key]) -> NDArray[np.uint64]:
         """A seed for each key of one epoch; the seeds of a whole epoch are drawn at once."""

@@ -162,6 +162,7 @@ def _open_report_channels() -> tuple[Path, int]:
 def prepare_launch() -> None:
     """Before ranks are started: make the places for what they leave, or empty them again."""
     os.truncate(_open_report_channels()[0], 0)
+    os.environ.setdefault("PYTHONHASHSEED", "0")  # a set has one order on all ranks
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # inherited by the ranks, until they can answer
 
 

@@ -24,6 +24,7 @@ from common.data import batch_wait
 from common.data.batch_wait import BatchWait
 from common.data.batches import DeviceBatches
 from common.data.datasets import Data
+from common.data.same_samples import sample_hashes
 from common.errors import StopRequested, TrainingError
 from common.group.collectives import agreed, gather_numbers
 from common.group.stop import StopAgreement
@@ -46,7 +47,7 @@ from common.training.evaluation import Evaluation, best_metric, explosion, warn_
 from common.training.losses import refuse_other_losses, warn_of_means
 from common.watch.clock import KINDS, advice, by_kind, shares
 from common.watch.stragglers import ComputeTime
-from common.weights import save_weights, weights_sha256
+from common.weights import holds, save_weights, unwrapped, weights_sha256
 
 
 class Loop:
@@ -97,7 +98,9 @@ class Loop:
         run, seed = self.run, self.run.options.seed
         loss_sum = torch.zeros((), dtype=torch.float64, device=run.devices[0])
         sizes = () if self.plan.even else self.plan.sizes
-        self.state = state = TrainingState(parts, loss_sum, self._mesh, sizes)
+        samples = sample_hashes(self.data)
+        self.state = TrainingState(parts, loss_sum, self._mesh, sizes, samples=samples)
+        state = self.state
         run.refuse_another_run()
         where = run.options.resume
         if where == "never" and restart.reached().step:  # the run began, as it should
@@ -310,6 +313,11 @@ class Loop:
             StopRequested: a signal came; the state is saved.
         """
         run, state = self.run, self.state
+        if not isinstance(result, Evaluation) or not callable(state_dict):
+            given = f"({type(result).__name__}, {type(state_dict).__name__})"
+            self._refuse(
+                "after_epoch", f"what evaluate() returned and model.state_dict, not {given}"
+            )
         if state.step == self._evaluated_step:
             self._refuse("after_epoch", "one call per epoch")
         if state.batch < self.plan.steps_per_epoch and self.steps_left:
@@ -334,7 +342,7 @@ class Loop:
                 f"{news}: the learning rate {self.plan.peak_lr:g} is too high for batches "
                 f"of {size}: try --lr {lr / 10:g} in another --output-dir"
             )
-        weights = state_dict() if by or run.options.epoch_weights else {}
+        weights = self._of_model(state_dict()) if by or run.options.epoch_weights else {}
         if by:
             state.best = {"file": "best.pt", "epochs": epoch, by: self._metrics[by]}
             if run.ranks.is_main:
@@ -352,6 +360,18 @@ class Loop:
             self._progress.set_postfix_str("", refresh=False)
         else:
             self._progress.close()
+
+    def _of_model(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weights by the model's own names; a warning if a resumed run may not have them."""
+        parts = self.state.parts
+        weights = unwrapped(weights, parts["model"].state_dict())
+        states = [part.state_dict() for part in parts.values()]
+        if self._mesh is None and not any(holds(state, weights) for state in states):
+            log.warning(
+                "these weights are of no model that loop.resume was given, so no snapshot has them "
+                "and a resumed run would make others: give their model to loop.resume(NAME=...)"
+            )
+        return weights
 
     def finish(self, state_dict: dict[str, Tensor], **more: Any) -> None:
         """Write the model and the summary, to which `more` is added; perhaps before the last epoch.
@@ -387,7 +407,8 @@ class Loop:
         if best := self.state.best:
             summary["best"] = {k: v for k, v in best.items() if k != "weights"}
         all_epochs = self.state.step == self.plan.all_steps
-        self.run.finish(state_dict, all_epochs=all_epochs, **(summary | more))
+        weights = self._of_model(state_dict)
+        self.run.finish(weights, all_epochs=all_epochs, **(summary | more))
         batch_wait.end()
         self._stop.release()  # only now: a signal shortly before the end lets the run finish
         if signal.getsignal(signal.SIGINT) == self._interrupt:

@@ -38,6 +38,7 @@ class OptimizerSteps:
         self._scaler = next((part for part in scalers if part.is_enabled()), None)
         self._begun = self._trained()
         self._before, self._scale = self._bits(), 0.0
+        self._unsaved = self._unsaved_buffers()
         self._counts, self._depth = Counter[Optimizer](), 0
         self._gradients: dict[Tensor, bool] | None = {}  # of the first update
         self._all_zero = True
@@ -69,6 +70,13 @@ class OptimizerSteps:
 
     def _bits(self) -> list[int]:
         return [int(fingerprint(value)) for value in self._begun.values() if self._whole]
+
+    def _unsaved_buffers(self) -> dict[str, int]:
+        """A hash of each buffer that the model's state_dict leaves out."""
+        model = self._parts["model"]
+        buffers = model.named_buffers() if isinstance(model, nn.Module) else ()
+        saved = model.state_dict()
+        return {name: int(fingerprint(value)) for name, value in buffers if name not in saved}
 
     def after(self, step: int, *, begins_epoch: bool) -> bool:
         """Raise TrainingError on this rank unless one update was made; whether it was the first."""
@@ -135,6 +143,12 @@ class OptimizerSteps:
             log.warning(said)
         if self._before and any(rates) and not self._scaler and self._before == self._bits():
             return "no parameter changed, though the learning rate was above 0"
+        now = self._unsaved_buffers()
+        if changed := [name for name, bits in self._unsaved.items() if now.get(name) != bits]:
+            log.warning(
+                f"{_first(changed)} changes in training and is in no snapshot, so a resumed run "
+                "begins with another one: register_buffer(NAME, TENSOR) without persistent=False"
+            )
         return self._not_saved(gradients) if self._whole else ""
 
     def _not_saved(self, gradients: Mapping[Tensor, bool]) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only, tree_map_with_path
 
-from common.errors import InputError
+from common.errors import InputError, TrainingError
 from common.snapshots.tensor_files import load_data_only
 
 Part = tuple[Tensor, list[int]]
@@ -40,7 +40,11 @@ def local_part(tensor: Tensor) -> Part:
             begin = min(most * place[level], sizes[dim])
             starts[dim] += begin
             sizes[dim] = min(most, sizes[dim] - begin)
-    assert list(local.shape) == sizes, f"{tensor.placements} of {tuple(tensor.shape)}"
+    if list(local.shape) != sizes:
+        raise TrainingError(
+            f"a tensor of {tuple(tensor.shape)} is divided as {tensor.placements}, which a "
+            "snapshot cannot hold: divide it as torch.chunk does"
+        )
     return local, starts
 
 

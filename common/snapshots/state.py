@@ -67,6 +67,8 @@ class TrainingState:
     """Hash of metrics.jsonl at the last snapshot; of an empty file before it."""
     best: dict[str, Any] | None = None
     """The best epoch before the last evaluation: its summary, and on rank 0 its weights."""
+    samples: Mapping[str, str] = field(default_factory=dict)
+    """Hashes of a few samples (`common.data.same_samples`)."""
     history: dict[str, Any] = field(default_factory=dict)
     """The time that the run has taken (`common.run.history`)."""
     saved_step: int = -1
@@ -114,6 +116,7 @@ class TrainingState:
             "identity": dict(identity),
             "world_size": dist.get_world_size(),
             "best": self.best,
+            "samples": self.samples,
             "history": self.history,
             **{name: getattr(self, name) for name in _POSITION},
         }
@@ -207,6 +210,12 @@ class TrainingState:
         if self.best:
             weights = dict(self.best.pop("weights"))
             self.best |= {} if rank else {"weights": weights}
+        before = found.get("samples", {})
+        if other := next((k for k, v in self.samples.items() if before.get(k, v) != v), None):
+            log.warning(
+                f"{other} is another one than when this snapshot was written: the run goes on, but "
+                "not to the same bits"
+            )
         if losses.dtype != self.loss_sum.dtype:
             raise ValueError(f"loss_sum is {losses.dtype}")
         self.loss_sum = losses.to(self.loss_sum.device, copy=True)

@@ -149,7 +149,8 @@ def warm_up(
 
     Raises:
         InputError: the model cannot train on such a batch (BatchNorm over a single value), or its
-            state_dict does not consist of tensors, so that its weights could not be saved.
+            state_dict does not consist of tensors, so that its weights could not be saved, or
+            nothing in it is trained.
     """
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
@@ -172,7 +173,12 @@ def warm_up(
             raise InputError(f"a batch of {batch_size} samples of {found}: {error}{fix}") from error
         with context:
             outputs = tree_leaves(model(inputs))
-        sum(x.float().sum() for x in outputs if x.requires_grad).backward()
+        if not (trained := [x for x in outputs if x.requires_grad]):
+            raise InputError(
+                "no output of the model has a gradient: train at least one parameter that it "
+                "depends on; give torch's checkpoint(...) use_reentrant=False"
+            )
+        sum(x.float().sum() for x in trained).backward()
     if isinstance(model, DistributedDataParallel):
         model.reducer._rebuild_buckets()  # else the next forward pass would do it
     for device in {x.device for x in outputs if x.device.type == "cuda"}:

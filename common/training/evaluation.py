@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from common import log
 from common.errors import TrainingError
@@ -58,6 +59,11 @@ def score_classes(model: nn.Module, batch: Any) -> Scores:
 
 
 def _refuse_other_labels(labels: Tensor, classes: int) -> None:
+    if labels.dim() != 1:
+        raise TrainingError(
+            f"labels of shape {tuple(labels.shape)} are no class numbers (samples,): give "
+            "evaluate(..., score=) a function that compares them with the model's outputs"
+        )
     if len(wrong := labels[(labels < 0) | (labels >= classes)]):
         raise TrainingError(
             f"a label of the validation data is {wrong[0].item()}, but the model has {classes} "
@@ -88,9 +94,9 @@ def evaluate(
     If a signal asks the run to stop, all ranks leave after the same batch: the loop has saved its
     state before, and a run that resumes evaluates again.
 
-    Pass the model inside DDP: ranks may have different numbers of batches, and DDP's own forward
-    would wait for the other ranks. In training, buffers such as BatchNorm's statistics differ by
-    rank; here every rank takes those of rank 0, which are the ones that are saved.
+    Of DDP, the model inside is evaluated: ranks may have different numbers of batches, and DDP's
+    own forward would wait for the other ranks. In training, buffers such as BatchNorm's statistics
+    differ by rank; here every rank takes those of rank 0, which are the ones that are saved.
 
     Args:
         model: in eval mode during the evaluation. A function around a module would hide its
@@ -101,6 +107,7 @@ def evaluate(
         score: gives for (model, batch) each metric by name: one number (samples,) for each sample.
             None: this rank's pipeline stage has no outputs.
     """
+    model = model.module if isinstance(model, DistributedDataParallel) else model
     if not isinstance(model, nn.Module):
         raise TypeError(f"evaluate needs an nn.Module to switch to eval mode, got {model!r}")
     for buffer in model.buffers():
@@ -114,7 +121,9 @@ def evaluate(
     stop = agreement_in_evaluation()
     on_all = int(gather_numbers(torch.tensor(float(own or 0))).min()) if stop else 0
     for number, batch in enumerate(batches, 1):
-        if scores := score(model, batch):
+        scores = score(model, batch)
+        _refuse_no_scores(scores)
+        if scores:
             if not names:
                 names = list(scores)
                 _refuse_reserved(names)
@@ -154,6 +163,19 @@ def evaluate(
     means = {name: math.fsum(column) / total for name, column in columns.items()}
     whole = "accuracy" in means and not any(fractions for *_, fractions in found)
     return Evaluation(means, total, round(math.fsum(columns["accuracy"])) if whole else None)
+
+
+def _refuse_no_scores(scores: Any) -> None:
+    if isinstance(scores, Mapping) and all(isinstance(v, Tensor) for v in scores.values()):
+        return
+    if scores is not None:
+        found = type(scores).__name__
+        if isinstance(scores, Mapping):
+            found = ", ".join(f"{name!r}: {type(value).__name__}" for name, value in scores.items())
+        raise TrainingError(
+            f"score gave {found}: it must give a dict of tensors, with one number for each sample "
+            "under each metric's name"
+        )
 
 
 def _refuse_reserved(names: list[str]) -> None:

@@ -16,6 +16,11 @@ def refuse_other_losses(losses: Tensor, batch_size: int, *, even: bool = True) -
         batch_size: samples of the rank's batch.
         even: whether all ranks have as many.
     """
+    if not isinstance(losses, Tensor):
+        raise TrainingError(
+            f"loop.after_step got {type(losses).__name__}: give it a tensor with one loss per "
+            f"sample, or their mean ({_PAGE})"
+        )
     if losses.dim() == 0 and not even:
         raise TrainingError(
             "the loop got the mean of a rank's losses, but with --virtual-ranks the ranks have "

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_map_only
 
 from common import log
 from common.data.stream import shards_of, whole_share
-from common.errors import InputError
+from common.errors import InputError, TrainingError
 from common.group.process_group import making_groups
 from common.seeds import seed_torch
 from common.training.ddp import chunks
@@ -312,7 +312,11 @@ class _Shards(nn.Module):
         gradients = [gradient]
         for parameters in self._parameters_by_shard[1:]:
             other = parameters[name].grad
-            assert other is not None, f"{name} has no gradient in one of the shards"
+            if other is None:
+                raise TrainingError(
+                    f"{name} has a gradient in some shards only: with --virtual-ranks each "
+                    "sample's loss needs every parameter that is trained"
+                )
             gradients.append(other)
             parameters[name].grad = None
         first, *later = add(gradients, self.tree.mine)

@@ -27,8 +27,8 @@ from tests.helpers.pool import Pool, call_main
 DDP_LAUNCH = (ROOT / "recipes" / "ddp_launch" / "train.py").read_text()
 
 
-def changed_recipe(changes: Mapping[str, str]) -> Any:
-    """A copy of the recipe's module with changes, old text to new."""
+def changed_recipe(changes: Mapping[str, str], file: Path | None = None) -> Any:
+    """A copy of the recipe's module with changes, old text to new; as if it stood in `file`."""
     source = DDP_LAUNCH
     for old, new in changes.items():
         assert source.count(old) == 1, old
@@ -36,7 +36,7 @@ def changed_recipe(changes: Mapping[str, str]) -> Any:
     recipe: Any = ModuleType("changed_recipe")
     recipe.__package__, recipe.deepcopy = "recipes.ddp_launch", deepcopy
     sys.modules["changed_recipe"] = recipe
-    exec(compile(source, "changed_recipe.py", "exec"), recipe.__dict__)
+    exec(compile(source, file or "changed_recipe.py", "exec"), recipe.__dict__)
     return recipe
 
 

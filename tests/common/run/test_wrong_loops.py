@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from common.launch.ranks import Ranks
+from tests.helpers.commands import ROOT
 from tests.helpers.pool import Pool
 from tests.helpers.training import DDP_LAUNCH, changed_recipe, run_changed
 
@@ -28,6 +29,25 @@ RESULT = "result = evaluate(model, val_loader, len(data.val))"
 AFTER_EPOCH = "loop.after_epoch(result, model.state_dict)  # keeps the weights if they are the best"
 FINISH = "loop.finish(model.state_dict())"
 HEAD = "list(model.parameters())[-2:]"
+DATA = "data = load_data(config.data, config.run.seed, ranks)"
+
+
+def own_data(label: str = "i % 2", image: str = "0", names: str = "'ab'") -> dict[str, str]:
+    """The change to 1,000 images of one's own, in two classes; `i` is an image's index."""
+    return {
+        DATA: f"""
+        import random, numpy as np
+        from common.data.datasets import Data
+        from common.data.stream import Samples
+        class Own:
+            own, read = np.random.default_rng(), []
+            def __getitem__(self, i):
+                self.read.append(i)
+                return torch.full((1, 8, 8), i / 1000 + float({image})), {label}
+        part = {{"source": Own(), "seed": 0}}
+        data = Data(Samples(indices=range(960), **part), Samples(indices=range(960, 1000), **part),
+                    "own", {names}, channels=1, side=8)"""
+    }
 
 
 class Case(NamedTuple):
@@ -188,6 +208,79 @@ WRONG = {
         r"features\.0\.weight .*requires no gradient any more, in step 3",
         (1, 2),
     ),
+    "samples by the data set's own generator": Case(
+        own_data(image="self.own.random()"),
+        r"sample 0 of Data\.train was another one when it was read again: .*torch\.initial_seed",
+        (1, 2),
+    ),
+    "samples by the number of calls": Case(
+        own_data(image="len(self.read)"), r"sample 0 of Data\.train was another one", (1,)
+    ),
+    "labels by rank": Case(
+        own_data("(i + ranks.rank) % 2"),
+        r"rank 1: another one than on rank 0 \(.*PYTHONHASHSEED=0.*sample 0 of Data\.train",
+    ),
+    "class names by rank": Case(
+        own_data(names="'ab'[:: 1 - 2 * ranks.rank]"), r"Data\.class_names"
+    ),
+    "a label that torch leaves out": Case(
+        own_data("-100 if i == 77 else i % 2"),
+        "the label of sample 77 of Own is -100, but Data has 2 class_names",
+        (1,),
+    ),
+    "texts as labels": Case(
+        own_data("'ab'[i % 2]"), "the label of sample .* of Own is '[ab]': give the number", (1,)
+    ),
+    "labels that are bool": Case(
+        own_data("torch.tensor(i % 2 > 0)"), "the labels of Own are bool of shape", (1,)
+    ),
+    "labels that are one-hot": Case(
+        own_data("torch.eye(2)[i % 2]"), r"labels of shape \(\d+, 2\) are no class numbers", (1,)
+    ),
+    "losses in a list": Case(
+        {AFTER_STEP: "loop.after_step(losses)"}, "after_step got list: give it a tensor", (1,)
+    ),
+    "scores that are no dict": Case(
+        {RESULT: "result = evaluate(model, val_loader, 360, score=lambda m, b: m(b[0]).argmax(1))"},
+        "score gave Tensor: it must give a dict of tensors",
+        (1,),
+    ),
+    "weights in place of a function": Case(
+        {AFTER_EPOCH: "loop.after_epoch(result, model.state_dict())"},
+        r"expected what evaluate\(\) returned and model\.state_dict, not",
+        (1,),
+    ),
+    "weights of a wrapper": Case(
+        after(MADE, "ema = torch.optim.swa_utils.AveragedModel(model)")
+        | {RESUME: "loop.resume(model=model, optimizer=optimizer, ema=ema)"}
+        | {FINISH: "loop.finish(ema.state_dict())"},
+        r"the weights hold module\.features\.0\.weight, a name of a wrapper",
+        (1,),
+    ),
+    "checkpoints without gradients": Case(
+        {
+            PARALLELISE: """
+        from torch.utils.checkpoint import checkpoint
+        inner = model.forward
+        model.forward = lambda x: checkpoint(inner, x, use_reentrant=True)
+"""
+            + PARALLELISE
+        },
+        "no output of the model has a gradient: .*use_reentrant=False",
+        (1, 2),
+    ),
+    "sparse gradients": Case(
+        {
+            PARALLELISE: """
+        model.words = torch.nn.Embedding(9, 1, sparse=True)
+        inner = model.forward
+        model.forward = lambda x: inner(x) + model.words((x.abs().sum((1, 2, 3)) % 9).long())
+"""
+            + PARALLELISE
+        },
+        "does not support sparse gradients",  # torch's words, to which common/hints.py adds
+        (1,),
+    ),
 }
 
 WRAPPED = """
@@ -258,6 +351,16 @@ RIGHT = {
     "virtual ranks": Case({}, options=("--virtual-ranks", "4", "--norm", "batch"), ranks=(1, 3)),
     "BatchNorm": Case({}, options=("--norm", "batch")),
     "a resumed run": Case({}, before=("--max-steps", "1"), ranks=(1, 3)),
+    "own data whose augmentation is seeded": Case(
+        own_data(image="random.random() + np.random.rand() + torch.rand(())"), ranks=(1, 2)
+    ),
+    "the state of a wrapper": Case(
+        {FINISH: "loop.finish(ddp.state_dict())"}
+        | {AFTER_EPOCH: "loop.after_epoch(result, lambda: compiled(ddp.state_dict()))"}
+        | after(MADE, "compiled = lambda own: {f'_orig_mod.{name}': own[name] for name in own}")
+        | {RESULT: "result = evaluate(ddp, val_loader, len(data.val))"},
+        ranks=(1, 3),
+    ),
     "a break on all ranks": Case(after(AFTER_EPOCH, "break"), ranks=(1, 2, 3)),
 }
 
@@ -281,6 +384,55 @@ def test_a_loop_that_is_right_trains_on(pool: Pool, tmp_path: Path, name: str) -
         assert (tmp_path / str(ranks) / "model.pt").exists()
 
 
+WARNED = {
+    "a buffer that no snapshot holds": (
+        {
+            PARALLELISE: """
+        model.register_buffer("seen", torch.zeros(()), persistent=False)
+        model.register_forward_hook(lambda model, _, out: model.seen.add_(1) and None)
+"""
+            + PARALLELISE
+        },
+        "seen changes in training and is in no snapshot",
+    ),
+    "an average that no snapshot holds": (
+        after(MADE, "ema = deepcopy(model)") | {FINISH: "loop.finish(ema.state_dict())"},
+        "of no model that loop.resume was given",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_what_a_resumed_run_would_not_have_is_named(pool: Pool, tmp_path: Path, name: str) -> None:
+    changes, says = WARNED[name]
+    assert trained(pool, tmp_path, Case(changes), 1) == [""]
+    assert says in (tmp_path / "logs/rank_0.log").read_text()
+
+
+def test_a_resumed_run_names_data_that_have_changed(pool: Pool, tmp_path: Path) -> None:
+    for label, steps, says in (("i % 2", "2", False), ("i % 2", "3", False), ("1", "4", True)):
+        case = Case(own_data(label), options=("--max-steps", steps))
+        assert trained(pool, tmp_path, case, 1) == [""]
+        log = (tmp_path / "logs/rank_0.log").read_text()
+        assert ("sample 0 of Data.train is another one than when this" in log) == says
+
+
+def test_the_name_is_the_folders(pool: Pool, tmp_path: Path) -> None:
+    folder = ROOT / "recipes/ddp_launch/train.py"
+    for name, status in (("ddp_launch", 0), ("ddp_spawn", 2)):
+        arguments = [
+            *PLAN,
+            "--nproc",
+            "1",
+            "--max-steps",
+            "1",
+            "--output-dir",
+            str(tmp_path / name),
+        ]
+        changes = {'NAME = "ddp_launch"': f'NAME = "{name}"'}
+        assert pool.run(main_of_changed, 1, changes, arguments, folder) == [status]
+
+
 def test_a_run_that_leaves_its_epochs_early_has_finished(pool: Pool, tmp_path: Path) -> None:
     case = RIGHT["a break on all ranks"]
     assert not any(trained(pool, tmp_path, case, 2))
@@ -293,8 +445,10 @@ def test_a_run_that_leaves_its_epochs_early_has_finished(pool: Pool, tmp_path: P
     assert (tmp_path / "summary.json").read_text() == summary, "trains no more"
 
 
-def main_of_changed(_ranks: Ranks, changes: dict[str, str], arguments: list[str]) -> int:
-    return int(changed_recipe(changes).main(arguments))
+def main_of_changed(
+    _ranks: Ranks, changes: dict[str, str], arguments: list[str], file: Path | None = None
+) -> int:
+    return int(changed_recipe(changes, file).main(arguments))
 
 
 def test_a_run_that_ends_without_a_model_has_failed(pool: Pool, tmp_path: Path) -> None:

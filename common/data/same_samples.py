@@ -1,0 +1,53 @@
+"""Whether all ranks read the same samples, and each rank the same ones each time it reads them."""
+
+import hashlib
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from common.data.datasets import Data
+from common.errors import InputError
+from common.fingerprint import tensor_bytes
+from common.group.collectives import agreed
+from common.identity import refuse_unlike_rank_0
+
+
+def sample_hashes(data: Data) -> dict[str, str]:
+    """Hashes of the class names and of a few samples as epoch 0 shows them. A collective.
+
+    Returns:
+        By the name of what was hashed ("sample 5 of Data.train"); the same on every rank.
+
+    Raises:
+        InputError: a rank reads something else than rank 0, or than it has just read.
+    """
+    with agreed():
+        found = {"Data.class_names": _hash(list(data.class_names))}
+        for part, samples in (("train", data.train), ("val", data.val)):
+            for index in (0, len(samples) // 2, len(samples) - 1, 0):  # the first one twice
+                name, now = f"sample {samples.indices[index]} of Data.{part}", samples[0, index]
+                if found.setdefault(name, _hash(now)) != _hash(now):
+                    raise InputError(
+                        f"{name} was another one when it was read again: it may depend on its "
+                        "index and on the generators of Python, NumPy (np.random) and torch, which "
+                        "are seeded for each sample; begin another generator anew in each "
+                        "__getitem__, from torch.initial_seed()"
+                    )
+    what = "another one than on rank 0 (if sets order the data: PYTHONHASHSEED=0 on all ranks)"
+    refuse_unlike_rank_0(found, what)
+    return found
+
+
+def _hash(value: Any) -> str:
+    digest = hashlib.sha256()
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            leaf = f"{leaf.dtype} {tuple(leaf.shape)}".encode() + tensor_bytes(leaf.to_dense())
+        elif isinstance(leaf, np.ndarray):
+            leaf = f"{leaf.dtype} {leaf.shape}".encode() + leaf.tobytes()
+        elif isinstance(leaf, str | int | float):
+            leaf = repr(leaf).encode()
+        digest.update(leaf if isinstance(leaf, bytes) else type(leaf).__name__.encode())
+    return digest.hexdigest()[:8]
