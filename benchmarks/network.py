@@ -199,8 +199,8 @@ def on_page(result: dict[str, Any]) -> list[dict[str, Any]]:
             cells = [spread(ratios(run[way], run[DEFAULT])) if way in run else "" for way in shown]
             rows.append([f"{name.split(',')[0]}, {link}", speed, *cells])
     speeds = {
-        "title": f"Two hosts with one process each ({CONVNET}; {RESNET}), every way in turn: "
-        f"samples/s over the default's, median (least to most) of {rounds} rounds.",
+        "title": f"Two hosts with one process each ({CONVNET}; {RESNET}): samples/s over the "
+        f"default's, median (least to most) of {rounds} rounds.",
         "columns": ["model, link", "the default [samples/s]", *shown],
         "rows": rows,
     }

@@ -126,9 +126,8 @@ def on_page(result: dict[str, Any]) -> list[dict[str, Any]]:
     short = [model.split(",")[0] for model in CASES]
     return [
         {
-            "title": f"Two processes with one thread each ({CONVNET}; {RESNET}), every option in "
-            f"turn: steps/s over the default's, median (least to most) of {rounds} rounds. "
-            "Start-up of one run with each model.",
+            "title": f"Two processes with one thread each ({CONVNET}; {RESNET}): steps/s over the "
+            f"default's, median (least to most) of {rounds} rounds. Start-up of one run.",
             "columns": ["options", *short, "start-up [s]"],
             "rows": rows,
         }

@@ -190,7 +190,9 @@ def renamed(table: dict[str, Any], headings: Mapping[str, str]) -> dict[str, Any
 
 
 def markdown(result: dict[str, Any], file: str = "comparison") -> str:
-    """The tables, where they were measured, and the figure; `file` as in Subject."""
+    """The tables, where they were measured, and the figure; `file` as in Subject.
+
+    The JSON file has the versions and the command."""
     parts = []
     for table in result["tables"]:
         rows = [table["columns"], *table["rows"]]
@@ -199,8 +201,7 @@ def markdown(result: dict[str, Any], file: str = "comparison") -> str:
         parts.append(f"{table['title']}\n\n" + "\n".join(lines))
     about = result["about"]
     parts.append(
-        f"({machine_in_words(about)}; torch {about['torch']}, Python {about['python']}; "
-        f"`{about['command']}`; [{file}.json](results/{file}.json).)\n\n"
+        f"({machine_in_words(about)}; [{file}.json](results/{file}.json).)\n\n"
         f"![the figure](results/{file}.png)"
     )
     return "\n\n".join(parts)

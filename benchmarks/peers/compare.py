@@ -213,22 +213,20 @@ def tables(runs: dict[str, dict[str, list[Any]]]) -> list[dict[str, Any]]:
 
 
 def on_page(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The tables with one column for speed; their titles tell the accuracies."""
+    """The tables with fewer columns, one of them for speed; their titles tell the accuracies."""
     shorter = []
     for table in tables(result["runs"]):
         rows, accuracies = [], []
-        for name, start_up, speed, ratio, saving, between, peak, total, accuracy in table["rows"]:
+        for name, start_up, speed, ratio, _, _, peak, total, accuracy in table["rows"]:
             relative_speed = f"1 ({speed} steps/s)" if ratio == "1" else ratio
             memory = peak.removesuffix(" MiB")
-            rows.append([name, start_up, relative_speed, saving, between, memory, total])
+            rows.append([name, start_up, relative_speed, memory, total])
             accuracies.append(accuracy)
         title = f"{table['title']} val_accuracy {min(accuracies)} to {max(accuracies)}."
         columns = [
             "",
             "start-up [s]",
             f"steps/s {table['columns'][3]}",
-            "a snapshot [ms]",
-            "between epochs [ms]",
             "peak memory [MiB]",
             "whole command [s]",
         ]
