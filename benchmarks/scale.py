@@ -456,7 +456,17 @@ def on_page(result: dict[str, Any]) -> list[dict[str, Any]]:
     starts, reading, _ = result["tables"]
     _, some, _ = (f"{count:,}" for count in COUNTS)
     shown = [row for row in starts["rows"] if row[1] != some]
-    return [{**starts, "rows": shown}, reading]
+    runs = len(next(iter(result["starts"].values()))["runs"])
+    rounds = len(next(iter(result["reading"].values()))["folder"])
+    first = (
+        "Two ranks with two loading processes each, files in the page cache; median (least to "
+        f"most) of {runs} starts. Questions are system calls that name the data."
+    )
+    second = (
+        "Reading JPEG files in random order: samples/s over those of `--data imagefolder`, median "
+        f"(least to most) of {rounds} rounds; cold: with an empty page cache."
+    )
+    return [{**starts, "title": first, "rows": shown}, {**reading, "title": second}]
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

@@ -46,17 +46,6 @@ KEPT = {"DDP": "", "ZeRO-2": "--no-reshard-after-forward", "ZeRO-3": "--reshard-
 """Options of the recipe; DDP is not one of its ways, and is built here."""
 SENT = {"DDP": 2, "ZeRO-2": 2, "ZeRO-3": 3}
 """ZeRO, section 7: sizes of the model that a rank sends per step, times (ranks - 1) / ranks."""
-HEADINGS = {
-    "parameters": "",
-    "gradients": "",
-    "optimizer": "",
-    "activations": "",
-    "these four, of one rank's": "model state",
-    "sent": "",
-    "sizes of the model": "sent [model sizes]",
-    "ZeRO paper, with a ring": "ZeRO paper (ring)",
-}
-"""See tools.bench.on_page. `model state` sums the first three columns and `gathered`."""
 
 
 def paper(way: str, ranks: int) -> float:
@@ -150,6 +139,27 @@ def measure(arguments: Sequence[str], folder: Path, rounds: int) -> dict[str, An
     columns = ["ranks", "s/step", "sent", "sizes of the model", "ZeRO paper, with a ring"]
     tables.append({"title": title, "columns": columns, "rows": speed})
     return {"tables": tables, "runs": runs}
+
+
+def on_page(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Both tables as one, without the parts of the memory. See tools.bench.on_page."""
+    memory, speed = result["tables"]
+    shown = {
+        "model state": (memory, "these four, of one rank's"),
+        "by the paper": (memory, "ZeRO paper"),
+        "peak": (memory, "peak"),
+        "counted": (memory, "counted"),
+        "s/step": (speed, "s/step"),
+        "sent [model sizes]": (speed, "sizes of the model"),
+        "by the paper (ring)": (speed, "ZeRO paper, with a ring"),
+    }
+    rows = [[row[0]] for row in memory["rows"]]
+    for table, column in shown.values():
+        place = table["columns"].index(column)
+        for row, measured in zip(rows, table["rows"], strict=True):
+            row.append(measured[place])
+    title = f"{memory['title'].partition(':')[0]}: the rank that needs most."
+    return [{"title": title, "columns": ["ranks", *shown], "rows": rows}]
 
 
 def main() -> None:
