@@ -158,12 +158,12 @@ def machine_in_words(about: dict[str, Any]) -> str:
 def shown(run: dict[str, Any]) -> str:
     """The lines of a default run that carry its message, in Markdown; the record has all.
 
-    Of a training: the first line, the first and the last epoch, and the rows `SHOWN` of the table.
+    Of a training: the rows `SHOWN` of the table.
     """
     lines = run["printed"]
-    if epochs := [line for line in lines if line.startswith("epoch ")]:
+    if any(line.startswith("epoch ") for line in lines):
         rows = [line for line in lines if line.startswith(tuple(f"  {name} " for name in SHOWN))]
-        lines = [lines[0], epochs[0], "...", *epochs[1:][-1:], *rows]
+        lines = ["...", *rows]
     text = "\n".join([f"$ {run['started_by']}", *lines]).rstrip()
     about = machine_in_words(run["manifest"])
     return f"```\n{text}\n```\n\n({about}; all lines: [make_run.json](results/make_run.json).)"
