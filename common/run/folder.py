@@ -168,7 +168,9 @@ class Run:
                     summary = {}
         summary = broadcast(summary)
         if summary:
-            done = f"already finished after step {summary['steps']}: {self.before} is unchanged"
+            early = f", early {summary['early']}" if "early" in summary else ""
+            done = f"already finished after step {summary['steps']}{early}: "
+            done += f"{self.before} is unchanged"
             if folder_of_check() and self.ranks.is_main:
                 print(f"ok: {done}", flush=True)
             log.info(done + self._to_train_further())
@@ -309,7 +311,7 @@ class Run:
             **self._hashes,
         }
         write_json(self.folder / "summary.json", content)
-        early = {"early": f"after epoch {summary['epochs']}"} if "planned_steps" in summary else {}
+        early = {"early": summary["early"]} if "early" in summary else {}
         run_status.say(run_status.FINISHED, **early)
         if all_epochs:  # else more steps may follow
             keep_newest(self.snapshots, self.options.keep_snapshots or 1)

@@ -8,8 +8,9 @@ import math
 import os
 import signal
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
+from itertools import takewhile
 from statistics import fmean
 from typing import Any, NoReturn
 
@@ -81,7 +82,7 @@ class Loop:
         self.log_every = max(1, self.last_step // 10) if short else run.options.log_every
         self._keys: Any = None
         self._identity = run.identity(plan.global_batch_size, data)
-        self._mesh, self._evaluated_step = mesh, -1
+        self._mesh, self._evaluated_step, self._early = mesh, -1, ""
         warn_of_unknown_metric(run.options.best_by, len(data.class_names))
         # Torch only warns: a loss of (samples, 1) and (samples,) compares all pairs.
         warnings.filterwarnings("error", message="Using a target size")
@@ -126,10 +127,11 @@ class Loop:
             log.info(f"each epoch leaves out {left} of {of}: they fill no batch")
         return True
 
-    def epochs(self, ddp: DistributedDataParallel | None = None) -> range:
+    def epochs(self, ddp: DistributedDataParallel | None = None) -> Iterator[int]:
         """Begin to listen for stop signals; return the epochs still to do, counted from 0.
 
-        With `ddp`, a rank is found that takes longer than the others between two backward passes.
+        They end early once `--patience` is used up. With `ddp`, a rank is found that takes longer
+        than the others between two backward passes.
         """
         if ddp is not None:
             self.compute.follow(ddp)
@@ -149,7 +151,8 @@ class Loop:
         self._updates = OptimizerSteps(parts, ddp, whole=self._mesh is None)
         self._profile = Profile(run.options.profile, steps, self.clock, run.folder, parts)
         first, end = self.state.epoch, -(-self.last_step // self.plan.steps_per_epoch)
-        return range(first, max(end, first + 1))  # perhaps only the last evaluation is missing
+        left = range(first, max(end, first + 1))  # perhaps only the last evaluation is missing
+        return takewhile(lambda _: not self._early, left)
 
     def steps(self, loader: DeviceBatches) -> DeviceBatches:
         """The batches of this epoch's steps that are still to do."""
@@ -352,6 +355,8 @@ class Loop:
         if run.options.epoch_weights and run.ranks.is_main:
             save_weights(weights, run.folder / "weights" / f"epoch_{state.epoch:04d}.pt")
         self._speed.resume()
+        if state.best and epoch - state.best["epochs"] >= (run.options.patience or math.inf):
+            self._early = f"no improvement since epoch {state.best['epochs']}"
         if self.steps_left:
             if self._stop.after(state.step, at_once=True):
                 self._leave()
@@ -386,9 +391,11 @@ class Loop:
         self._profile.end()
         epochs = -(-self.state.step // self.plan.steps_per_epoch)
         if self.steps_left:
-            log.info(f"finished early after epoch {epochs} of {self.plan.options.epochs}")
-            self._progress.close()
+            early = f"after epoch {epochs} of {self.plan.options.epochs}"
+            more["early"] = ": ".join(filter(None, [early, self._early]))
             more["planned_steps"] = self.last_step
+            log.info(f"finished early {more['early']}")
+            self._progress.close()
         result, spent_s = self._result, gather_numbers(self.clock.seconds())
         for line in advice(spent_s):
             log.info(line)

@@ -34,6 +34,9 @@ class RunOptions:
     """Metric that chooses the epoch whose weights are kept in best.pt, or none for no such file.
     Of a metric with loss or error in its name the lowest is the best, else the highest. After a
     change, only later epochs count. None: val_accuracy, else val_loss, else none."""
+    patience: int | None = may_change(None)
+    """Finish early, after so many epochs in a row that were not the best by --best-by [epochs].
+    None: train all --epochs."""
     seed: int = 0
     """Seed of the weights, the data order, the augmentation and the split."""
     device: Literal["auto", "cpu", "cuda"] = may_change("auto")
@@ -71,7 +74,9 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         refuse_below(self, snapshot_every=0, keep_snapshots=1, log_every=1, profile=0, seed=0)
-        refuse_below(self, cpu_threads=1, timeout_s=1)
+        refuse_below(self, cpu_threads=1, timeout_s=1, patience=1)
+        if self.patience and self.best_by == "none":
+            raise ValueError("--patience needs a metric that chooses the best epoch: --best-by")
         if self.cpu_threads > 1024:
             raise ValueError(f"--cpu-threads must be from 1 to 1024, got {self.cpu_threads}")
         if self.timeout_s > 10**7:

@@ -7,7 +7,7 @@ this measurement with `--num-workers auto`. Use it if `samples_per_s` of a train
 the speed of the model alone. If the model is slower than loading, the number does not matter.
 
     make run RECIPE=tune_loader ARGS="--data imagefolder --data-path flower_photos"
-    make image-run RECIPE=tune_loader DOCKER_ARGS=... ARGS=...            see README.md
+    make image-run RECIPE=tune_loader DOCKER_ARGS=... ARGS=...     see docker/README.md
     srun -n 1 --cpus-per-task 16 python -m recipes tune_loader --data imagefolder --data-path DIR
 
 The default (digits, which are in memory) takes about 3 s on 2 CPU cores and recommends 0.

@@ -440,7 +440,7 @@ def test_a_run_that_leaves_its_epochs_early_has_finished(pool: Pool, tmp_path: P
     found = json.loads(summary)
     assert [found[name] for name in ("epochs", "steps", "planned_steps")] == [1, 2, 4]
     status = json.loads((tmp_path / "status.json").read_text())
-    assert status == {"status": "finished", "early": "after epoch 1"}
+    assert status == {"status": "finished", "early": "after epoch 1 of 2"}
     assert not any(trained(pool, tmp_path, case, 2)), "the repeated command"
     assert (tmp_path / "summary.json").read_text() == summary, "trains no more"
 
