@@ -89,7 +89,8 @@ def assert_record(folder: Path, summary: dict[str, Any]) -> None:
     assert re.fullmatch("[0-9a-f]{64}", manifest["data_fingerprint"])
     assert manifest["determinism"]["cpu_threads"] == 1
     known = {"OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES", *PORTABLE}
-    assert set(manifest["environment"]) <= known | {"NCCL_DEBUG_TOKEN"}
+    assert set(manifest["environment"]) <= known | {"NCCL_DEBUG_TOKEN", "PYTHONHASHSEED"}
+    assert manifest["environment"]["PYTHONHASHSEED"] == "0", "sets have one order on all ranks"
     weights = torch.load(folder / "model.pt", weights_only=True)
     assert weights_sha256(weights) == summary["weights_sha256"]
     assert not any(name.startswith("module.") for name in weights)
