@@ -2,14 +2,22 @@
 
     make evaluate RUN=runs/ddp_launch/RUN                           the run's held-out samples
     python -m recipes evaluate RUN --data-path photos               another folder of photos
-    python -m recipes evaluate RUN --weights RUN/weights/epoch_0003.pt --nproc 1
+    python -m recipes evaluate RUN --best                           the best epoch's weights
+    python -m recipes evaluate RUN --sheet --nproc 1                and a picture of mistakes
 
 Without other data or weights, the result is the one in RUN/summary.json, to the bit and on any
 number of ranks; other bits end with status 1. If the device, a library's version or the CPU's type
 is not the run's, the last bits may differ, which a message says. A folder of photos has one
 sub-folder per class, named as in the training; all its photos are evaluated. If the folder is the
 run's own data at another place, only its held-out samples are. A model of fsdp is evaluated on the
-text that its run held out. For recipes with own data or an own model see docs/bring-your-own.md.
+text that its run held out, and gives its loss and bits per character. For recipes with own data or
+an own model see docs/bring-your-own.md.
+
+Of a classifier, a table shows each class's samples and accuracy, and in column N how many of them
+were taken for class N; with more than 20 classes, the least accurate ones and the most frequent
+confusions. --json has the same numbers. RUN/evaluation, or the folder --output, gets confusion.png
+and mistakes.jsonl: the file (or its index in the data), true class, predicted class and its
+probability, the most confident mistake first. --sheet adds worst.png, the first 36 of them.
 """
 
 import argparse
@@ -54,6 +62,7 @@ from common.masking import printable
 from common.parse import given_path
 from common.reading import refuse_closed
 from common.run.begin import device_in_words
+from common.run.claim import refuse_in_data
 from common.run.options import RunOptions
 from common.seeds import set_determinism
 from common.stack import running_versions
@@ -61,9 +70,11 @@ from common.terminal import set_up_logs
 from common.training.evaluation import evaluate, score_classes
 from common.training.models import read_weights
 from common.weights import weights_sha256
+from common.writing import fix
 from tools.command import Parser, open_stdout, printing
+from tools.mistakes import Answers, Result, picture
 from tools.own import Parts, load_own, recipe_of
-from tools.trained import Trained, read, read_config, refuse_unusable
+from tools.trained import Trained, add_weights, read, read_config, refuse_unusable
 
 
 def held_out(run: Trained, options: DataOptions, ranks: Ranks) -> Data:
@@ -177,7 +188,60 @@ def load_classifier(
         model, dtype = run.model(given.weights, device)
     val, own = samples_of(run, options, given.data_path, ranks)
     seen = run.preprocessing
-    return Parts(val, seen["mean"], seen["std"], model, dtype, score_classes), own
+    return Parts(val, seen["mean"], seen["std"], model, dtype, score_classes, run.classes), own
+
+
+def refuse_output(given: argparse.Namespace, run: Trained, parts: Parts) -> None:
+    """Make the folder --output, before anything is computed.
+
+    Raises:
+        InputError: it cannot be made, would be a class of the photos, or nothing can be in it:
+            the model is no classifier, or for --sheet the samples are no images.
+    """
+    if (given.output or given.sheet) and parts.score is not score_classes:
+        raise InputError(
+            f"--output and --sheet are for classifiers, and {run.config['recipe']} has a score of "
+            "its own: leave them out"
+        )
+    if given.sheet:
+        picture(parts.val, 0)
+    if given.output:
+        photos = given.data_path or run.config.get("data_path")
+        if photos and run.config.get("data") == "imagefolder":
+            refuse_in_data(given.output, Path(photos), "--output")
+        try:
+            given.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"--output {given.output} cannot be made ({error.strerror}): {fix(error)}, or "
+                "choose another --output"
+            ) from error
+
+
+def write_files(answers: Result, given: argparse.Namespace, run: Trained, samples: Samples) -> str:
+    """Write where the model errs, and say where that is; a line for the terminal.
+
+    Without --output, a run's folder that this user may not write stays as it is.
+
+    Raises:
+        TrainingError: a file cannot be written.
+    """
+    folder = given.output or run.folder / "evaluation"
+    try:
+        folder.mkdir(exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(0, "this user may not write there")
+    except OSError as error:
+        log.warning(f"{folder} is not written ({error.strerror}): give --output DIR")
+        return ""
+    names = ["confusion.png", "mistakes.jsonl", *(["worst.png"] if given.sheet else [])]
+    sha = weights_sha256(read_weights(given.weights or run.own_weights))
+    answers.draw(folder / "confusion.png", sha)
+    answers.write_mistakes(folder / "mistakes.jsonl", samples)
+    (folder / "worst.png").unlink(missing_ok=True)  # of other mistakes
+    if given.sheet:
+        answers.draw_worst(folder / "worst.png", samples)
+    return f"{folder}: {', '.join(name for name in names if (folder / name).exists())}"
 
 
 def evaluate_run(given: argparse.Namespace, run: Trained, recipe: Any, ranks: Ranks) -> None:
@@ -191,18 +255,23 @@ def evaluate_run(given: argparse.Namespace, run: Trained, recipe: Any, ranks: Ra
             parts, own = load_own(recipe, run, given.weights, ranks, device), True
         else:
             parts, own = load_classifier(given, run, ranks, device)
+        with agreed():
+            if ranks.is_main:
+                refuse_output(given, run, parts)
         val, model = parts.val, parts.model
         options = run.options(LoaderOptions, num_workers=given.num_workers)
         keys = FixedBatches(len(val), eval_batch_size(len(val)), ranks.rank, ranks.world_size)
         workers = choose_num_workers(options, val, max(map(len, keys), default=1), device)
         loader = make_loader(val, keys, num_workers=workers, pin_memory=device.type == "cuda")
         batches = DeviceBatches(loader, device, parts.dtype, parts.mean, parts.std)
-        found = evaluate(model, batches, len(val), score=parts.score)
+        answers = Answers(keys) if parts.score is score_classes else None
+        found = evaluate(model, batches, len(val), score=answers or parts.score)
         if found.not_finite:
             raise InputError(
                 f"val_{found.not_finite[0]} is not finite with {given.weights or run.own_weights}: "
                 "give other weights"
             )
+        errs = answers.gathered(parts.classes) if answers else None
     result = {
         **{f"val_{name}": mean for name, mean in found.means.items()},
         **({"val_correct": found.correct} if found.correct is not None else {}),
@@ -217,9 +286,12 @@ def evaluate_run(given: argparse.Namespace, run: Trained, recipe: Any, ranks: Ra
         exact = result != recorded and is_as_recorded(run.manifest, device, ranks)
         exact &= run.config.get("tensor_parallel", 1) == 1  # else its sums were cut otherwise
         compared = verdict(result, recorded, exact=exact)
+    written = write_files(errs, given, run, val) if errs else ""
     if given.json:
         sha = weights_sha256(read_weights(weights))  # the model's own may be rounded: fsdp's bf16
-        text = json.dumps({**result, "held_out": own, "weights_sha256": sha}, allow_nan=False)
+        more = errs.content if errs else {}
+        content = {**result, "held_out": own, "weights_sha256": sha, **more}
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False)
     else:
         what = f"held-out samples of {run.folder}" if own else f"images in {given.data_path}"
         where = f"world_size {ranks.world_size}, device {device_in_words(given.device, device)}"
@@ -227,7 +299,9 @@ def evaluate_run(given: argparse.Namespace, run: Trained, recipe: Any, ranks: Ra
         width = max(12, *map(len, result))
         lines += [f"  {name:<{width}}  {value}" for name, value in result.items()]
         lines = [printable(line) for line in lines]
-        text = "\n".join([*lines, "", compared] if compared else lines)
+        lines += ["", *errs.lines()] if errs else []
+        lines += ["", *(printable(line) for line in (compared, written) if line)]
+        text = "\n".join(lines).rstrip("\n")
     with printing():
         print(text, flush=True)
 
@@ -300,11 +374,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--data-path", type=given_path, help="folder to evaluate on; default: the run's"
     )
-    parser.add_argument(
-        "--weights",
-        type=given_path,
-        help="another state_dict of the same model; default: RUN/model.pt",
-    )
+    add_weights(parser)
     parser.add_argument(
         "--nproc", type=int, help="processes; default: one per visible GPU, or 2 on CPUs"
     )
@@ -314,6 +384,10 @@ def main(arguments: Sequence[str]) -> int:
         help="loading processes per rank; default: for photos one per free CPU core, else 0",
     )
     parser.add_argument("--json", action="store_true", help="the result as a JSON object")
+    parser.add_argument(
+        "--output", type=given_path, help="folder of the figure and the mistakes; RUN/evaluation"
+    )
+    parser.add_argument("--sheet", action="store_true", help="worst.png: the worst 36 mistakes")
     parser.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda"],
@@ -325,6 +399,7 @@ def main(arguments: Sequence[str]) -> int:
         ranks, given = resolve(), parser.parse_args(list(arguments))
         recipe = recipe_of(read_config(given.run))
         run, options = read(given.run, own=bool(recipe)), LaunchOptions(nproc=given.nproc)
+        given.weights = run.chosen(given)
         if recipe and given.data_path:
             raise InputError(
                 f"--data-path is for photos: {recipe.__name__} makes its own data, and evaluates "

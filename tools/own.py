@@ -63,6 +63,8 @@ class Parts:
     model: nn.Module
     dtype: torch.dtype
     score: Callable[[nn.Module, Any], Scores]
+    classes: Sequence[str] = ()
+    """Their names, where the data say them."""
 
 
 def load_own(
@@ -104,4 +106,5 @@ def load_own(
         if run.config.get("channels_last"):  # it decides the last bits
             model.to(memory_format=torch.channels_last)
     score = getattr(made, "score", getattr(recipe, "score", score_classes))
-    return Parts(data.val, data.mean, data.std, model.to(device).eval(), dtype, score)
+    model.to(device).eval()
+    return Parts(data.val, data.mean, data.std, model, dtype, score, data.class_names)

@@ -5,13 +5,15 @@
     python -m recipes predict RUN photos --json >classes.jsonl   one JSON object per image
 
 Each image is prepared as in the evaluation of the training (RUN/preprocessing.json), and the
-probabilities are the same. The results go to stdout, everything else to stderr. An image that
-cannot be decoded is named and the others are predicted; the exit status is then 1.
+probabilities are the same. The results go to stdout, everything else to stderr; at the end of a
+folder, that is the number of images per class. An image that cannot be decoded is named and the
+others are predicted; the exit status is then 1.
 """
 
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -38,7 +40,7 @@ from common.run.begin import device_in_words
 from common.run.options import RunOptions
 from common.seeds import set_determinism
 from tools.command import Parser, attempt
-from tools.trained import Trained, read, refuse_unusable
+from tools.trained import Trained, add_weights, read, refuse_unusable
 
 BATCH = 32
 """Images that the model sees at once."""
@@ -134,6 +136,7 @@ def predict(given: argparse.Namespace) -> int:
     if given.top_k < 1:
         raise InputError(f"--top-k must be at least 1, got {given.top_k}")
     run = read(given.run)
+    given.weights = run.chosen(given)
     paths, others = listed(given.input, run.channels)
     set_determinism(**run.options(RunOptions, cpu_threads=usable_cores()).determinism)
     device = choose_device(given.device, Ranks())
@@ -147,10 +150,12 @@ def predict(given: argparse.Namespace) -> int:
     if not given.json:
         print(f"{'file':<{widths[0]}}  {'class':<{widths[1]}}  probability  then")
     faults: list[str] = []
+    counts: Counter[str] = Counter()
+    folders = any(path.is_dir() for path in given.input)
     bar = tqdm(
         total=len(paths),
         unit="image",
-        disable=not any(path.is_dir() for path in given.input),
+        disable=not folders,
         mininterval=0.1 if sys.stderr.isatty() else 30.0,
     )
     for part, images in batches_of(paths, run):
@@ -168,8 +173,12 @@ def predict(given: argparse.Namespace) -> int:
                 ranking = [(classes[i], p) for i, p in zip(indices, values, strict=True)]
                 lines.append(entry(path, ranking) if given.json else row(path, ranking, widths))
             show("\n".join(lines), sys.stdout)
+            counts.update(classes[indices[0]] for indices in best.indices.tolist())
         bar.update(len(part))
     bar.close()
+    if folders:
+        counted = (f"  {count:>7}  {printable(name)}" for name, count in counts.most_common())
+        say("\n".join(["images per class:", *counted]))
     if faults:
         say(
             f"error: {len(faults)} of {len(paths)} images were not predicted; the first is "
@@ -189,11 +198,7 @@ def main(arguments: Sequence[str]) -> int:
         "--top-k", type=int, default=3, help="most likely classes to show; default %(default)s"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object per image")
-    parser.add_argument(
-        "--weights",
-        type=given_path,
-        help="another state_dict of the same model; default: RUN/model.pt",
-    )
+    add_weights(parser)
     parser.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda"],

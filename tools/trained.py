@@ -1,5 +1,6 @@
 """A finished run's model, as the run's folder describes it (`predict`, `evaluate`, `sample`)."""
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from torchvision.transforms.v2 import functional
 from common.data.datasets import Data
 from common.errors import InputError
 from common.identity import same_data
+from common.parse import given_path
 from common.reading import refuse_closed
 from common.run.folder import preprocessing_sha256
 from common.run.options import RunOptions
@@ -52,6 +54,20 @@ class Trained:
         """The file of its weights."""
         return self.folder / "model.pt"
 
+    def chosen(self, given: argparse.Namespace) -> Path | None:
+        """The file of weights that the options of `add_weights` name; None: model.pt.
+
+        Raises:
+            InputError: --best, and the run kept no best epoch.
+        """
+        weights: Path | None = given.weights
+        if given.best and not self.summary.get("best"):
+            raise InputError(
+                f"{self.folder} has no best.pt: no epoch was evaluated, or --best-by was none: "
+                "leave --best out"
+            )
+        return self.folder / "best.pt" if given.best else weights
+
     def trained_on(self, data: Data, *, contents: bool = True) -> bool:
         """Whether these are the run's data, by their fingerprint; see `same_data`."""
         recorded = self.manifest["data_fingerprint"]
@@ -90,6 +106,19 @@ class Trained:
         if options.channels_last:  # it decides the last bits
             model.to(memory_format=torch.channels_last)
         return model.to(device).eval(), dtype
+
+
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """Add --weights and --best, for `Trained.chosen`."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--weights",
+        type=given_path,
+        help="another state_dict of the same model; default: RUN/model.pt",
+    )
+    which.add_argument(
+        "--best", action="store_true", help="RUN/best.pt, of the best epoch, not RUN/model.pt"
+    )
 
 
 def read(folder: Path, *, own: bool = False) -> Trained:
