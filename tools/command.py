@@ -3,12 +3,13 @@
 import argparse
 import contextlib
 import io
+import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from common import closed_streams
+from common import closed_streams, log
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError, TrainingError
 from common.launch.ranks import Ranks
 from common.launch.report import report, say
@@ -40,6 +41,18 @@ def open_stdout() -> None:
         if isinstance(stream, io.TextIOWrapper):
             ascii_only = stream.encoding.lower() in ("ascii", "us-ascii", "ansi_x3.4-1968")
             stream.reconfigure(encoding="utf-8" if ascii_only else None, errors="backslashreplace")
+
+
+class _Said(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        warns = record.levelno >= logging.WARNING
+        say(f"{'warning: ' * warns}{record.getMessage()}")
+
+
+def log_to_stderr() -> None:
+    """Show what the log says, in a command whose stdout is for its results."""
+    log.handlers[:], log.propagate = [_Said()], False
+    log.setLevel(logging.INFO)
 
 
 class Unwritten(TrainingError):

@@ -68,10 +68,10 @@ from common.seeds import set_determinism
 from common.stack import running_versions
 from common.terminal import set_up_logs
 from common.training.evaluation import evaluate, score_classes
-from common.training.models import read_weights
+from common.training.models import read_weights, without_prefix
 from common.weights import weights_sha256
 from common.writing import fix
-from tools.command import Parser, open_stdout, printing
+from tools.command import Parser, log_to_stderr, open_stdout, printing
 from tools.mistakes import Answers, Result, picture
 from tools.own import Parts, load_own, recipe_of
 from tools.trained import Trained, add_weights, read, read_config, refuse_unusable
@@ -218,7 +218,9 @@ def refuse_output(given: argparse.Namespace, run: Trained, parts: Parts) -> None
             ) from error
 
 
-def write_files(answers: Result, given: argparse.Namespace, run: Trained, samples: Samples) -> str:
+def write_files(
+    answers: Result, given: argparse.Namespace, run: Trained, samples: Samples, sha256: str
+) -> str:
     """Write where the model errs, and say where that is; a line for the terminal.
 
     Without --output, a run's folder that this user may not write stays as it is.
@@ -235,8 +237,7 @@ def write_files(answers: Result, given: argparse.Namespace, run: Trained, sample
         log.warning(f"{folder} is not written ({error.strerror}): give --output DIR")
         return ""
     names = ["confusion.png", "mistakes.jsonl", *(["worst.png"] if given.sheet else [])]
-    sha = weights_sha256(read_weights(given.weights or run.own_weights))
-    answers.draw(folder / "confusion.png", sha)
+    answers.draw(folder / "confusion.png", sha256)
     answers.write_mistakes(folder / "mistakes.jsonl", samples)
     (folder / "worst.png").unlink(missing_ok=True)  # of other mistakes
     if given.sheet:
@@ -246,8 +247,9 @@ def write_files(answers: Result, given: argparse.Namespace, run: Trained, sample
 
 def evaluate_run(given: argparse.Namespace, run: Trained, recipe: Any, ranks: Ranks) -> None:
     """Evaluate as one rank, and print the result; `recipe` is that of `recipe_of`."""
-    if not given.json:
-        set_up_logs(ranks)
+    set_up_logs(ranks)
+    if given.json and ranks.is_main:
+        log_to_stderr()
     set_determinism(**run.options(RunOptions).determinism)
     device = choose_device(given.device, ranks)
     with process_group(ranks, device, "auto", run.options(RunOptions).timeout_s):
@@ -286,9 +288,10 @@ def evaluate_run(given: argparse.Namespace, run: Trained, recipe: Any, ranks: Ra
         exact = result != recorded and is_as_recorded(run.manifest, device, ranks)
         exact &= run.config.get("tensor_parallel", 1) == 1  # else its sums were cut otherwise
         compared = verdict(result, recorded, exact=exact)
-    written = write_files(errs, given, run, val) if errs else ""
+    # Of the file: the model's own may be rounded, as fsdp's in bf16.
+    sha = weights_sha256(without_prefix(read_weights(weights), model.state_dict())[0])
+    written = write_files(errs, given, run, val, sha) if errs else ""
     if given.json:
-        sha = weights_sha256(read_weights(weights))  # the model's own may be rounded: fsdp's bf16
         more = errs.content if errs else {}
         content = {**result, "held_out": own, "weights_sha256": sha, **more}
         text = json.dumps(content, ensure_ascii=False, allow_nan=False)

@@ -39,7 +39,7 @@ from common.reading import refuse_closed
 from common.run.begin import device_in_words
 from common.run.options import RunOptions
 from common.seeds import set_determinism
-from tools.command import Parser, attempt
+from tools.command import Parser, attempt, log_to_stderr
 from tools.trained import Trained, add_weights, read, refuse_unusable
 
 BATCH = 32
@@ -135,6 +135,7 @@ def predict(given: argparse.Namespace) -> int:
     """Print the classes of all images; returns the exit status."""
     if given.top_k < 1:
         raise InputError(f"--top-k must be at least 1, got {given.top_k}")
+    log_to_stderr()
     run = read(given.run)
     given.weights = run.chosen(given)
     paths, others = listed(given.input, run.channels)

@@ -5,7 +5,7 @@ import re
 import shlex
 import shutil
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +43,8 @@ class ModelOptions:
     dropout: float = 0.0
     """Share of features dropped before convnet's last layer."""
     weights: Path | None = None
-    """File with the initial state_dict; entries whose shape differs are named and skipped.
+    """File with the initial state_dict, also .safetensors; entries whose shape differs are named
+    and skipped. A prefix of all names, such as module. or backbone., is taken off.
     --download gets a missing file of torchvision, such as resnet34-b627a593.pth."""
     freeze_layers: bool = False
     """Train the last layer only."""
@@ -63,7 +64,8 @@ class ModelOptions:
     def resolved(self, side: int) -> dict[str, str]:
         """`norm` and `stem` without auto, for images of this side [px]."""
         norm = "group" if self.model == "convnet" else "batch"
-        first = read_weights(self.weights).get("conv1.weight") if self.weights else None
+        found = read_weights(self.weights) if self.weights else {}
+        first = without_prefix(found, ["conv1.weight"])[0].get("conv1.weight")
         small = side < 64 if first is None else first.shape[-1] == 3
         stem = "small" if small else "large"
         return {
@@ -197,18 +199,45 @@ def prepare_model(
     return model
 
 
+_PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "backbone.")
+"""What DDP, torch.compile and other trainers' modules put before each name."""
+
+
+def without_prefix(found: dict[str, Tensor], own: Iterable[str]) -> tuple[dict[str, Tensor], str]:
+    """The entries of a file without the prefix that all of them have, and the prefix.
+
+    It stays if one of the model's `own` names is among the file's.
+    """
+    bare, taken = found, ""
+    while bare and not bare.keys() & set(own):
+        prefixes = (p for p in _PREFIXES if all(name.startswith(p) for name in bare))
+        if not (prefix := next(prefixes, "")):
+            break
+        bare = {name.removeprefix(prefix): value for name, value in bare.items()}
+        taken += prefix
+    return bare, taken
+
+
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """A `state_dict`, alone or under a key, without DataParallel's `module.` prefix.
+    """A `state_dict`, alone or under a key, or the tensors of a `.safetensors` file.
 
     Raises:
         InputError: no such file, not a weights file, or one with quantized tensors, which hardly
-            any function of torch takes.
+            any function of torch takes; or the package safetensors is missing.
     """
     refuse_closed("--weights", path)
     if not path.is_file():
         raise InputError(f"--weights {path} is not a file")
     try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return dict(load_file(path))
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except ImportError:
+        raise InputError(
+            f"--weights {path} needs the package safetensors: pip install safetensors"
+        ) from None
     except Exception as error:  # torch.load raises whatever the unpickler meets
         raise InputError(f"--weights {path} {_why_not_loaded(path, error)}") from error
     for key in ("state_dict", "model"):
@@ -223,14 +252,13 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             f"--weights {path}: {name} is quantized: give a file with a dense model's finite "
             "weights"
         )
-    bare = {name.removeprefix("module."): value for name, value in found.items()}
-    if len(bare) < len(found):
-        raise InputError(f"--weights {path} holds entries with and without module. of one name")
-    return bare
+    return found
 
 
 def _why_not_loaded(path: Path, error: Exception) -> str:
     """Why `torch.load` takes no file with other objects than tensors, and how to make one."""
+    if path.suffix == ".safetensors":
+        return f"is not a weights file: {error}"
     names = re.findall(r"GLOBAL (\S+) was not an allowed global", str(error))
     with suppress(Exception):  # it knows only torch's format of today, and names all objects
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path) or names
@@ -252,13 +280,18 @@ def _why_not_loaded(path: Path, error: Exception) -> str:
 def load_matching(model: nn.Module, path: Path) -> tuple[list[str], list[str]]:
     """Load the entries of a weights file (`read_weights`) whose name and shape fit the model.
 
+    A prefix of all names that is not the model's is taken off, and the log says so.
+
     Returns:
         Names of the loaded entries, and names of the file's and the model's other entries.
 
     Raises:
         InputError: as `read_weights`, no entry fits, or an entry is not finite.
     """
-    found, own = read_weights(path), model.state_dict()
+    own = model.state_dict()
+    found, prefix = without_prefix(read_weights(path), own)
+    if prefix:
+        log.info(f"{path}: {prefix} is taken off all names")
     matching = {k: v for k, v in found.items() if k in own and own[k].shape == v.shape}
     if not matching:
         raise InputError(

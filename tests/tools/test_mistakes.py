@@ -161,19 +161,21 @@ def test_files_that_cannot_be_written(pool: Pool, run: Path, tmp_path: Path) -> 
     )
 
 
-def test_an_own_model_is_told_its_errors_too(pool: Pool, run: Path, tmp_path: Path) -> None:
-    def by_own(_ranks: Ranks) -> Any:
-        own = SimpleNamespace(
-            Config=ddp_launch.Config,
-            own_model=lambda config: build_model(config.model, 1, 10, 8),
-            __name__="recipes.own.train",
-        )
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(evaluate, "recipe_of", lambda _: own)
-            given = [str(run), "--json", "--nproc", "1", "--output", str(tmp_path)]
-            return call_tool(Ranks(), "tools.evaluate", given)
+def by_own_model(ranks: Ranks, arguments: list[str]) -> tuple[int, str, str]:
+    """`evaluate` of a recipe with an own model, which has the run's weights."""
+    own = SimpleNamespace(
+        Config=ddp_launch.Config,
+        own_model=lambda config: build_model(config.model, 1, 10, 8),
+        __name__="recipes.own.train",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "recipe_of", lambda _: own)
+        return call_tool(ranks, "tools.evaluate", arguments)
 
-    status, printed, said = by_own(Ranks())
+
+def test_an_own_model_is_told_its_errors_too(pool: Pool, run: Path, tmp_path: Path) -> None:
+    given = [str(run), "--json", "--output", str(tmp_path)]
+    status, printed, said = pool.run(by_own_model, 2, given)[0]
     assert status == 0, said
     assert json.loads(printed) == evaluated(pool, 1, run, "--output", tmp_path / "by")
     mine, theirs = (folder / "mistakes.jsonl" for folder in (tmp_path, tmp_path / "by"))

@@ -20,6 +20,7 @@ from common.training.models import (
     freeze_all_but_last,
     has_trained_batch_norm,
     load_matching,
+    read_weights,
     set_train_mode,
 )
 from recipes.dp_resnet50.train import Autocast
@@ -212,3 +213,52 @@ def test_a_copy_in_a_thread_computes_in_the_precision_that_was_asked_for(precisi
         found = [threads.submit(logits).result().dtype for _ in range(2)]
     expected = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
     assert found == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.", "model.", "net.", "backbone.", "module._orig_mod."]
+)
+def test_a_prefix_of_all_names_is_taken_off_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, prefix: str
+) -> None:
+    caplog.set_level("INFO", "recipes")
+    given = build_model(ModelOptions(model="resnet18"), 3, 10, 8).state_dict()
+    path = tmp_path / "given.pt"
+    torch.save({"state_dict": {f"{prefix}{name}": given[name] for name in given}}, path)
+    options = ModelOptions(model="resnet18", weights=path)
+    model = build_model(options, 3, 10, 224)  # the stem, too, is that of the weights
+    assert load_matching(model, path)[1] == []
+    assert all(torch.equal(value, given[name]) for name, value in model.state_dict().items())
+    assert caplog.messages == [f"{path}: {prefix} is taken off all names"]
+    torch.save({f"{prefix}{n}" if n[0] == "f" else n: given[n] for n in given}, path)
+    assert f"{prefix}fc.bias" in load_matching(model, path)[1], "it is not on all names"
+
+
+def test_a_prefix_that_is_the_models_own_stays(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"net": nn.Linear(2, 3)})
+    torch.save(model.state_dict(), tmp_path / "own.pt")
+    assert load_matching(model, tmp_path / "own.pt")[1] == []
+    assert read_weights(tmp_path / "own.pt").keys() == {"net.weight", "net.bias"}, "for its hash"
+    around = nn.ModuleDict({"module": model})
+    torch.save(around.state_dict(), tmp_path / "around.pt")
+    assert load_matching(model, tmp_path / "around.pt")[1] == []
+
+
+def test_safetensors_are_read_and_without_the_package_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "given.safetensors"
+    path.write_bytes(b"no such file")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "safetensors.torch", None)
+        with pytest.raises(InputError, match=r"safetensors: pip install safetensors$"):
+            read_weights(path)
+    safetensors = pytest.importorskip("safetensors.torch")
+    with pytest.raises(InputError, match=r"is not a weights file: .*header"):
+        read_weights(path)
+    model = build_model(ModelOptions(), 1, 10)
+    safetensors.save_file({f"model.{k}": v for k, v in model.state_dict().items()}, path)
+    other = build_model(ModelOptions(), 1, 10)
+    assert load_matching(other, path)[1] == []
+    same = zip(model.state_dict().values(), other.state_dict().values(), strict=True)
+    assert all(torch.equal(one, two) for one, two in same)
