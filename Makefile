@@ -3,7 +3,8 @@
 #: ARGS="..."              more options for the program that the target starts; ARGS=--help lists them
 #: NPROC=N                 processes on this machine (run, image-run, evaluate, doctor)
 #: NNODES= NODE_RANK= MASTER_ADDR= MASTER_PORT=    several hosts (run, image-run): docs/several-hosts.md
-#: RUN=DIR                 a finished run (predict, evaluate, reproduce, runs)
+#: RUN=DIR                 a finished run (predict, evaluate, export, reproduce, runs)
+#: TO=FILE                 model.pt2, model.onnx or model.safetensors (export)
 #: INPUT="FILE DIR ..."    images, and folders of images (predict)
 #: AGAINST=DIR             a second finished run, to compare with RUN (reproduce)
 #: DATA=DIR OUT=DIR        a folder of images, and where its packed copy goes (pack)
@@ -57,10 +58,10 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: run runs pack predict evaluate new reproduce doctor tensorboard diff-ddp check format test gpu-check bench \
+.PHONY: run runs pack predict evaluate export new reproduce doctor tensorboard diff-ddp check format test gpu-check bench \
 	image image-run image-repro image-aarch64 sbom \
 	slurm-check venv lock audit clean help venv-dev venv-peers packages packages-dev packages-peers \
-	need-run need-input need-suite
+	need-run need-input need-to need-suite
 
 ## Run
 
@@ -73,6 +74,9 @@ predict: need-run need-input $(INSTALLED) ## Show the classes of images: make pr
 
 evaluate: need-run $(INSTALLED) ## Evaluate a finished run again, or on other photos [NPROC=2] [ARGS="--data-path DIR"]
 	@$(PYTHON) -m recipes evaluate $(RUN) $(if $(NPROC),--nproc $(NPROC)) $(ARGS)
+
+export: need-run need-to $(INSTALLED) ## Write the model for other programs, and check it: make export RUN=... TO=model.pt2
+	@$(PYTHON) -m recipes export $(RUN) $(TO) $(ARGS)
 
 new: ## Begin a recipe of your own, as a copy of ddp_launch: make new RECIPE=NAME (docs/bring-your-own.md)
 	@expr "$(RECIPE)" : '[a-z][a-z0-9_]*$$' >/dev/null || \
@@ -101,6 +105,10 @@ need-run:
 need-input:
 	@$(if $(INPUT)$(IN_ARGS),,echo "error: no images given: make predict RUN=$(or $(RUN),runs/...) \
 	INPUT=photos needs a file or a folder" >&2; exit 2)
+
+need-to:
+	@$(if $(TO)$(IN_ARGS),,echo "error: no file given: make export RUN=$(or $(RUN),runs/...) \
+	TO=model.pt2 needs its name" >&2; exit 2)
 
 ## Look
 

@@ -533,6 +533,8 @@ REFUSED_BY_MAKE = {
     "predict RUN=runs/a": "no images given: make predict RUN=runs/a INPUT=photos",
     "evaluate ARGS=--json": "no run given: make evaluate RUN=runs/",
     "reproduce": "no run given: make reproduce RUN=runs/",
+    "export TO=a.pt2": "no run given: make export RUN=runs/",
+    "export RUN=runs/a": "no file given: make export RUN=runs/a TO=model.pt2",
     "test SUITE=fast": "no suite fast: SUITE is slow, slurm, image, by_hand, faults or soak",
 }
 
