@@ -21,6 +21,7 @@ probability, the most confident mistake first. --sheet adds worst.png, the first
 """
 
 import argparse
+import errno
 import json
 import math
 import os
@@ -206,16 +207,23 @@ def refuse_output(given: argparse.Namespace, run: Trained, parts: Parts) -> None
     if given.sheet:
         picture(parts.val, 0)
     if given.output:
-        photos = given.data_path or run.config.get("data_path")
-        if photos and run.config.get("data") == "imagefolder":
-            refuse_in_data(given.output, Path(photos), "--output")
+        if given.data_path or run.config.get("data") == "imagefolder":
+            data_path = given.data_path or Path(run.config["data_path"])
+            refuse_in_data(given.output, data_path, "--output")
         try:
             given.output.mkdir(parents=True, exist_ok=True)
+            refuse_closed_to_writing(given.output)
         except OSError as error:
             raise InputError(
-                f"--output {given.output} cannot be made ({error.strerror}): {fix(error)}, or "
-                "choose another --output"
+                f"--output {given.output} cannot be made or written ({error.strerror}): "
+                f"{fix(error)}, or choose another --output"
             ) from error
+
+
+def refuse_closed_to_writing(folder: Path) -> None:
+    """Raise PermissionError if this user may not write into a folder."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def write_files(
@@ -231,8 +239,7 @@ def write_files(
     folder = given.output or run.folder / "evaluation"
     try:
         folder.mkdir(exist_ok=True)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(0, "this user may not write there")
+        refuse_closed_to_writing(folder)
     except OSError as error:
         log.warning(f"{folder} is not written ({error.strerror}): give --output DIR")
         return ""
@@ -388,7 +395,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="the result as a JSON object")
     parser.add_argument(
-        "--output", type=given_path, help="folder of the figure and the mistakes; RUN/evaluation"
+        "--output",
+        type=given_path,
+        help="folder of the figure and mistakes.jsonl; default: RUN/evaluation",
     )
     parser.add_argument("--sheet", action="store_true", help="worst.png: the worst 36 mistakes")
     parser.add_argument(

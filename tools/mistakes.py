@@ -45,8 +45,8 @@ class Answers:
     def __init__(self, keys: FixedBatches) -> None:
         self._keys = iter(keys)
         self._classes = 0
-        self._rows: list[tuple[int, int, int, float]] = []
-        """Place of the sample, true class, predicted class and its probability."""
+        self._rows = [np.empty((0, 4))]
+        """Place of the sample, true class, predicted class and its probability; by batch."""
 
     def __call__(self, model: nn.Module, batch: Any) -> Scores:
         """As `score_classes`, and with its errors."""
@@ -61,7 +61,7 @@ class Answers:
         chances = logits.double().softmax(1).gather(1, predicted[:, None])[:, 0]
         places = [place for _, place in next(self._keys)]
         columns = (labels.tolist(), predicted.tolist(), chances.tolist())
-        self._rows += zip(places, *columns, strict=True)
+        self._rows.append(np.array((places, *columns)).T)
         self._classes = logits.shape[1]
         return scores
 
@@ -71,7 +71,7 @@ class Answers:
         Args:
             names: of the classes; a class without a name is called by its index.
         """
-        found = gather_to_rank_0((self._classes, np.array(self._rows or np.empty((0, 4)))))
+        found = gather_to_rank_0((self._classes, np.concatenate(self._rows)))
         if not found:
             return None
         count = max(classes for classes, _ in found)

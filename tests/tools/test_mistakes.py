@@ -15,6 +15,9 @@ from sklearn.metrics import confusion_matrix
 from torch import Tensor
 
 from common.data.datasets import DataOptions, digits_data
+from common.data.image_folder import ImageFiles
+from common.data.packed import PackedImages
+from common.data.stream import Samples
 from common.launch.ranks import Ranks
 from common.training.models import build_model
 from recipes.ddp_launch import train as ddp_launch
@@ -22,7 +25,7 @@ from tests.helpers.commands import ROOT, Recipe
 from tests.helpers.machine import need
 from tests.helpers.pool import Pool, call_main, call_tool
 from tools import evaluate
-from tools.mistakes import SHOWN, Result
+from tools.mistakes import SHOWN, Result, name_of
 from tools.trained import read
 
 CPU = torch.device("cpu")
@@ -156,7 +159,7 @@ def test_files_that_cannot_be_written(pool: Pool, run: Path, tmp_path: Path) -> 
     assert evaluated(pool, 1, copy)["val_total"] == 360, "the result is shown"
     assert (copy / "evaluation").read_text() == "mine"
     where = copy / "evaluation" / "below"
-    assert f"--output {where} cannot be made (Not a directory)" in refusal(
+    assert f"--output {where} cannot be made or written (Not a directory)" in refusal(
         pool, copy, "--output", where
     )
 
@@ -180,6 +183,23 @@ def test_an_own_model_is_told_its_errors_too(pool: Pool, run: Path, tmp_path: Pa
     assert json.loads(printed) == evaluated(pool, 1, run, "--output", tmp_path / "by")
     mine, theirs = (folder / "mistakes.jsonl" for folder in (tmp_path, tmp_path / "by"))
     assert mine.read_bytes() == theirs.read_bytes()
+
+
+def test_a_sample_is_called_by_its_file_where_the_data_know_it() -> None:
+    pack: Any = SimpleNamespace(listing=SimpleNamespace(names=["a/1.jpg", "b/2.jpg"]))
+    as_torchvision = SimpleNamespace(samples=[("x/1.jpg", 0), ("x/2.jpg", 1)])
+    own_table = SimpleNamespace(samples=torch.zeros(2, 3))
+    for source, expected in (
+        (PackedImages(pack, torch.clone), {"file": "b/2.jpg"}),
+        (
+            ImageFiles([(Path("p/1.jpg"), 0), (Path("p/2.jpg"), 1)], torch.clone),
+            {"file": "p/2.jpg"},
+        ),
+        (as_torchvision, {"file": "x/2.jpg"}),
+        (own_table, {"sample": 1}),
+        ([5, 6], {"sample": 1}),
+    ):
+        assert name_of(Samples(source, [1], 0), 0) == expected
 
 
 def test_of_many_classes_the_most_frequent_confusions_are_shown() -> None:

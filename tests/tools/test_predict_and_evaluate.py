@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -202,7 +203,9 @@ def test_predictions_are_those_of_the_trainings_own_evaluation(
     snippet = torch.tensor(by_snippet(run, files))
     assert torch.allclose(snippet, expected, rtol=0, atol=1e-6)
     for world_size in (1, 2, 3) if name == "ddp_launch" else (3,):
-        result = json.loads(evaluated(pool, world_size, run)[1].splitlines()[-1])
+        status, printed, said = evaluated(pool, world_size, run)
+        assert status == 0, said
+        result = json.loads(printed)
         assert result["held_out"]
         for key in ("val_loss", "val_accuracy", "val_correct", "val_total", "weights_sha256"):
             assert result[key] == summary[key], (key, world_size)
@@ -255,10 +258,13 @@ def test_a_truncated_photo_is_named_and_the_others_are_predicted(
     assert f"1 of 40 images were not predicted; the first is {torn} cannot" in result.errors[0]
     assert "Traceback" not in result.stderr
     assert "40/40" in result.stderr, "a progress bar"
+    *_, counts = result.stderr.rpartition("images per class:\n")
+    counted = {name: int(count) for count, name in re.findall(r"(?m)^ +(\d+)  (\w+)$", counts)}
     answers = [json.loads(line) for line in result.stdout.splitlines()]
     expected = sorted(path for path in folder.rglob("*.jpg") if path != torn)
     assert [answer["file"] for answer in answers] == [str(path) for path in expected]
     assert all(len(a["top"]) == 3 and a["probability"] <= 1 for a in answers)
+    assert counted == Counter(answer["class"] for answer in answers)
 
 
 def test_a_photo_that_pillow_will_not_open_is_named_and_the_others_are_predicted(
@@ -665,6 +671,21 @@ def test_evaluate_on_another_folder_and_with_other_weights(
     answers = [json.loads(line) for line in shown]
     right = [answer["class"] == Path(answer["file"]).parent.name for answer in answers]
     assert (sum(right), len(right)) == (found["val_correct"], 19)
+    lines = (photo_run / "evaluation" / "mistakes.jsonl").read_text().splitlines()
+    mistakes = {entry["file"]: entry for entry in map(json.loads, lines)}
+    wrong = [answer for answer, is_right in zip(answers, right, strict=True) if not is_right]
+    assert mistakes.keys() == {answer["file"] for answer in wrong}
+    for answer in wrong:
+        entry = mistakes[answer["file"]]
+        assert entry["class"] == Path(answer["file"]).parent.name
+        assert entry["predicted"] == answer["class"]
+        assert entry["probability"] == pytest.approx(answer["probability"], abs=1e-6)
+    assert wrong, "a model without mistakes would prove nothing"
+    inside = evaluated(
+        pool, 1, photo_run, "--data-path", moved, "--output", moved / "tulip" / "out"
+    )
+    assert "--output" in refusal((inside[0], "", inside[2]))
+    assert not (moved / "tulip" / "out").exists()
     weights = torch.load(photo_run / "model.pt")
     torch.save({name: value * 0 for name, value in weights.items()}, tmp_path / "zero.pt")
     zero = evaluated(pool, 2, photo_run, "--weights", tmp_path / "zero.pt")[1].splitlines()[-1]

@@ -110,7 +110,7 @@ def test_a_classifier_of_a_gpu_predicts_and_is_evaluated_on_a_cpu(
         Image.open(path).convert("L").save(path)
     weights = ["--weights", str(weights_for(run, tmp_path))]
     own = read_record(run / "config.json")["data_path"] is None
-    data = [] if own else ["--data-path", str(photos)]
+    data = ["--output", str(tmp_path / "out"), *([] if own else ["--data-path", str(photos)])]
     samples = str(summary(run)["val_total"] if own else 4)
     for tool, words, holds in ((predict, [str(photos)], "class"), (evaluate, data, samples)):
         ((status, _, said),) = pool.run(call_tool, 1, tool.__name__, [str(run), *words])
