@@ -47,6 +47,9 @@ another MASTER_PORT <- DistNetworkError: The server socket has failed to listen 
     address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in
     use
 fewer GPUs than processes <- AcceleratorError: CUDA error: invalid device ordinal
+leave sparse out <- RuntimeError: `_fused_sgd` does not support sparse gradients
+model(images)['logits'] <- TypeError: cross_entropy_loss(): argument 'input' (position 1) must be
+    Tensor, not dict
 name each of them <- ValueError: too many values to unpack (expected 2)
 outputs.squeeze(1) <- UserWarning: Using a target size (torch.Size([16])) that is different to the
     input size
