@@ -121,6 +121,16 @@ def test_the_best_epochs_weights_are_evaluated_and_predict(
         assert status == 0, said
         shown["".join(words[:1])] = json.loads(printed)
     assert shown["--best"] == shown["--weights"] != shown[""]
+    wrapped, own = tmp_path / "wrapped.pt", torch.load(run / "best.pt")
+    torch.save({f"backbone.{name}": value for name, value in own.items()}, wrapped)
+    says = f"{wrapped}: backbone. is taken off all names\n"
+    given = [str(run), str(image), "--json", "--weights", str(wrapped)]
+    ((status, printed, said),) = pool.run(call_tool, 1, "tools.predict", given)
+    assert (status, json.loads(printed), said.count(says)) == (0, shown["--best"], 1), said
+    given = [str(run), "--json", "--weights", str(wrapped), "--output", str(tmp_path)]
+    answers = pool.run(call_tool, 2, "tools.evaluate", given)
+    assert json.loads(answers[0][1]) == found
+    assert "".join(said for *_, said in answers).count(says) == 1
     both = ("--best", "--weights", run / "model.pt")
     assert "not allowed with argument" in refusal(pool, run, *both)
     without = shutil.copytree(run, tmp_path / "without")
