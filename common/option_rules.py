@@ -17,7 +17,10 @@ def may_change(default: T) -> T:
 
 
 def same_as(default: T, **others: T) -> T:
-    """Default of an option of which some values (`others`, as keywords) count as another value."""
+    """Default of an option; with `packed="imagefolder"`, the value packed counts as imagefolder.
+
+    So a run with one of the two values may resume with the other.
+    """
     value: T = field(default=default, metadata={"same_as": others})
     return value
 

@@ -68,7 +68,8 @@ def usable_gpus_now() -> int:
 def with_restarts(start: Callable[[int], int], nproc: int, options: LaunchOptions) -> int:
     """Start `nproc` ranks with `start`, and again after a failure; return the last exit status.
 
-    Two restarts from one snapshot on as many processes may fail; a third would fail like them.
+    It gives up after two failed restarts from the same snapshot, on as many processes each: a third
+    would most likely fail like them.
     """
     if not options.restarts:
         return start(nproc)

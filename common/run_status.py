@@ -73,9 +73,9 @@ def stopped_early() -> None:
 
 
 def failed(error: Exception, line: str) -> None:
-    """This rank ends with an error, shown as `line`.
+    """Record that this rank ends with an error, which is shown as `line`.
 
-    If its start did not begin, a finished or stopped run stays so.
+    A start that was refused before it changed anything leaves status.json as the run before it did.
     """
     for start in _start:
         with suppress(OSError, InputError, TrainingError):  # a full disk, a folder that is lost

@@ -42,7 +42,7 @@ class Header:
 
     class_names: list[str]
     train_count: int
-    """The images before it are to train on, the others to validate on; 0: nobody has split them."""
+    """The first so many images are in train/, the others in val/. 0: there are no such folders."""
     fingerprint: str
     """SHA-256 over every image's relative path and size."""
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from common.errors import InputError
 
 RANK_BYTES, RANK_BYTES_WITH_CUDA = 224 * 2**20, 320 * 2**20
-"""Memory that a rank shares with no other process, at least: with a torch without or with CUDA.
+"""The least memory that a rank needs for itself, with a torch built without or with CUDA [bytes].
 
-A tenth less than the least with which ranks of ddp_launch came to their first step (torch 2.15).
+Libraries, which ranks share, are not in it. Measured: a rank of ddp_launch (torch 2.15) reached its
+first step with a tenth more, and with no less.
 """
 
 NEEDED = "0.8 GB"

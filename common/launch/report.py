@@ -171,7 +171,10 @@ def read_entries(errors: Path) -> list[dict[str, Any]]:
 
 
 def begin_work() -> None:
-    """Tell the process that started this rank: from now on status 0 or 75 needs `end_work`."""
+    """Tell the launcher that this rank works; if it ends before `end_work`, it has failed.
+
+    This is so even with status 0 or 75, as after `sys.exit()` in a user's code.
+    """
     leave({"pid": os.getpid(), "works": True})
 
 

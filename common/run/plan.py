@@ -28,9 +28,10 @@ class Plan:
     micro_batch_size: int
     """Samples that a rank computes at once, where the ranks have equal shares."""
     loss_divisor: int
-    """A rank divides the sum of its losses by it; the mean over ranks is then the batch's mean.
-    Of unequal shares, the largest power of two of shards that every rank has counts instead,
-    because dividing by it rounds nothing; virtual ranks make up for the rest."""
+    """A rank divides the sum of its samples' losses by this number before backward().
+    With equal shares it is the samples per rank, so that the mean over ranks is the batch's mean.
+    With unequal shares it is the samples of as many shards as every rank has, rounded down to a
+    power of two: that factor rounds nothing, and `common.training.virtual_ranks` takes it back."""
 
     @property
     def global_batch_size(self) -> int:

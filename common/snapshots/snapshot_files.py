@@ -24,7 +24,7 @@ from common.snapshots.tensor_files import checksum, load_data_only, save_checked
 FORMAT = 6
 
 _OF_ITS_FOLDER = {"metrics_bytes": 0, "metrics_sha256": "", "history": {}}
-"""What a snapshot has of its run's folder, as if it had nothing."""
+"""What a snapshot says of the run's other files. In another --output-dir there are none of them."""
 
 
 class UnsoundError(InputError):

@@ -48,7 +48,7 @@ def use_virtual_ranks(
     """Make `ddp` compute shards and add them along the tree. Call `seed_shards` before each step.
 
     The output is still that of this rank's slice; the loss is the sum over its samples, divided by
-    `GlobalBatches.loss_divisor` (where all shares are equal, that is the mean). Gradients and
+    `Plan.loss_divisor` (where all shares are equal, that is the mean). Gradients and
     buffers have the same bits on 1, 2, 3 ... `virtual_ranks` processes.
 
     Args:

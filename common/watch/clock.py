@@ -1,8 +1,8 @@
 """Where a rank's time goes: waiting for data, computing, waiting for other ranks, saving ...
 
-Time is of one kind until the next. On a GPU it is the GPU's: events are put into its queue and read
-after it has passed them, so that no step waits for them. Then data counts only while the GPU
-has nothing else to do.
+Each moment belongs to one kind, until the rank turns to the next. On a GPU, the GPU's own time is
+measured: events are put into its queue, and read once it has passed them, so no step waits for
+them. There, time counts as waiting for data only while the GPU has nothing to compute.
 """
 
 from collections import deque
