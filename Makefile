@@ -1,7 +1,8 @@
 # Launches things; knows nothing else. `make` lists the targets and these variables:
-#: RECIPE=NAME             the recipe (run, new, image-run, bench); without it, make run lists all recipes
+#: RECIPE=NAME             the recipe (run, sweep, new, image-run, bench); without it, make run lists all recipes
 #: ARGS="..."              more options for the program that the target starts; ARGS=--help lists them
-#: NPROC=N                 processes on this machine (run, image-run, evaluate, doctor)
+#: OVER="--lr 0.1 0.03"    options and values, of which each combination is a run (sweep)
+#: NPROC=N                 processes on this machine (run, sweep, image-run, evaluate, doctor)
 #: NNODES= NODE_RANK= MASTER_ADDR= MASTER_PORT=    several hosts (run, image-run): docs/several-hosts.md
 #: RUN=DIR                 a finished run (predict, evaluate, export, reproduce, runs)
 #: TO=FILE                 model.pt2, model.onnx or model.safetensors (export)
@@ -58,7 +59,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: run runs pack predict evaluate export new reproduce doctor tensorboard diff-ddp check format test gpu-check bench \
+.PHONY: run sweep runs pack predict evaluate export new reproduce doctor tensorboard diff-ddp check format test gpu-check bench \
 	image image-run image-repro image-aarch64 sbom \
 	slurm-check venv lock audit clean help venv-dev venv-peers packages packages-dev packages-peers \
 	need-run need-input need-to need-suite
@@ -68,6 +69,9 @@ endif
 run: $(INSTALLED) ## Train: make run RECIPE=ddp_launch [NPROC=2] [ARGS="--epochs 3"]
 	@$(if $(RECIPE),$(PYTHON) -m recipes $(RECIPE) $(LAUNCH) $(ARGS), \
 		$(PYTHON) -m recipes; echo "error: no recipe given: make run RECIPE=NAME" >&2; exit 2)
+
+sweep: $(INSTALLED) ## A run for each combination of values: make sweep RECIPE=ddp_launch OVER="--lr 0.1 0.03 --seed 0 1"
+	@$(PYTHON) -m recipes sweep $(RECIPE) $(if $(OVER),--over "$(OVER)") $(if $(NPROC),--nproc $(NPROC)) $(ARGS)
 
 predict: need-run need-input $(INSTALLED) ## Show the classes of images: make predict RUN=runs/ddp_launch/... INPUT=photos
 	@$(PYTHON) -m recipes predict $(RUN) $(INPUT) $(ARGS)

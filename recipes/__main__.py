@@ -27,6 +27,7 @@ COMMANDS = {
     "predict RUN INPUT": "the classes of images, by the model that folder RUN holds",
     "evaluate RUN": "the exact evaluation of a finished run, on its held-out or other samples",
     "export RUN TO": "the model as .pt2, .onnx or .safetensors for other programs, checked",
+    "sweep RECIPE": "a run for each combination of option values, and a table of what they reached",
     "runs [FOLDER]": "all runs: how each ended, what it reached, with which options",
     "doctor": "what on this machine would stop a run, and what to do about it",
     "sample RUN": "write text with the model of a run of fsdp",

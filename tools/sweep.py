@@ -1,0 +1,226 @@
+"""Train each combination of option values, one after another, and compare what they reached.
+
+    make sweep RECIPE=ddp_launch OVER="--lr 0.1 0.03 0.01 --seed 0 1" ARGS="--epochs 5"
+    python -m recipes sweep ddp_launch --over "--lr 0.1 0.03 --seed 0 1" --epochs 5
+
+--over gives values to some options; other options go to every run as they are. All combinations are
+checked before the first one trains. Each run gets a folder below --output-dir, such as
+lr=0.1,seed=0. The same command again goes on: a finished run is not trained again, a stopped one is
+resumed. A run that fails does not hold up the others; the status is then 1.
+
+At the end there is a table, sorted by the metric of the best epoch, and a figure of all curves
+(sweep.png). --at-once 2 trains two runs side by side, each on its share of the GPUs, or of the CPU
+cores; what they say is then in their folders only.
+"""
+
+import itertools
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from common import cli
+from common.errors import (
+    STATUS_BAD_INPUT,
+    STATUS_FAILED,
+    STATUS_FINISHED,
+    STATUS_STOPPED,
+    STOP_SIGNALS,
+    InputError,
+)
+from common.launch.process import end_with_parent
+from common.launch.report import say
+from common.launch.start import usable_gpus
+from common.output_folder import make_folder
+from common.parse import given_path
+from recipes.__main__ import recipes
+from tools import runs
+from tools.command import Parser, attempt
+from tools.fresh import fresh_environment
+
+
+class Combination(NamedTuple):
+    """One run of a sweep."""
+
+    options: list[str]
+    folder: Path
+
+
+def combinations(over: str, below: Path) -> list[Combination]:
+    """All combinations of the values in `over`, the last option's values next to each other.
+
+    Raises:
+        InputError: no values, or one value twice.
+    """
+    try:
+        words = shlex.split(over)
+    except ValueError as error:
+        raise InputError(f"--over {over!r}: {error}") from error
+    values: dict[str, list[str]] = {}
+    for word in words:
+        if re.match("--[a-z]", word) and "=" not in word:
+            if word in values:
+                raise InputError(f"--over names {word} twice: give all its values at once")
+            values[word] = []
+        elif not values:
+            raise InputError(f'--over begins with {word!r}: write --over "--OPTION VALUE VALUE"')
+        else:
+            values[[*values][-1]].append(word)
+    if lacking := [option for option, given in values.items() if not given]:
+        raise InputError(f"--over gives {lacking[0]} no values: name them behind it")
+    found = []
+    for chosen in itertools.product(*values.values()):
+        pairs = list(zip(values, chosen, strict=True))
+        name = ",".join(f"{o.lstrip('-')}={re.sub('[^A-Za-z0-9.+-]', '_', v)}" for o, v in pairs)
+        found.append(Combination([word for pair in pairs for word in pair], below / name))
+    names = [each.folder.name for each in found]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InputError(f"two runs would have the folder {twice[0]}: give each value once")
+    return found
+
+
+def shares(at_once: int) -> list[tuple[str | None, set[int]]]:
+    """For each of the runs at a time: CUDA_VISIBLE_DEVICES (None: as it is), and CPU cores.
+
+    Raises:
+        InputError: there are fewer GPUs, or fewer cores, than runs.
+    """
+    cores, count = sorted(os.sched_getaffinity(0)), usable_gpus()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    gpus = visible.split(",")[:count]
+    most = len(gpus) or len(cores)
+    if not 1 <= at_once <= most:
+        what = "GPUs" if gpus else "CPU cores"
+        raise InputError(f"--at-once {at_once}: there are {most} {what}, so give 1 to {most}")
+    return [
+        (",".join(gpus[n::at_once]) if gpus else None, set(cores[n::at_once]) or set(cores))
+        for n in range(at_once)
+    ]
+
+
+class Sweep:
+    """Trains combinations, some at a time; passes stop signals on to them."""
+
+    def __init__(self, recipe: str, common: Sequence[str], at_once: int) -> None:
+        self.recipe, self.common = recipe, list(common)
+        self.free, self.alone = shares(at_once), at_once == 1
+        self.running: dict[subprocess.Popen[bytes], tuple[int, tuple[str | None, set[int]]]] = {}
+        self.status: dict[int, int] = {}
+        self.asked = False
+
+    def run(self, all_of_them: Sequence[Combination]) -> None:
+        """Train them; `status` has the exit status of each that ended."""
+        for stop in (*STOP_SIGNALS, signal.SIGINT):
+            signal.signal(stop, self._stop)
+        for number, each in enumerate(all_of_them):
+            while not self.free and not self.asked:
+                self._wait()
+            if self.asked:
+                break
+            say(f"run {number + 1} of {len(all_of_them)}: {shlex.join(each.options)}")
+            make_folder(each.folder.parent)
+            self._start(number, each)
+        while self.running:
+            self._wait()
+
+    def _start(self, number: int, each: Combination) -> None:
+        gpus, cores = share = self.free.pop()
+
+        def prepare() -> None:
+            end_with_parent()
+            os.sched_setaffinity(0, cores)
+
+        more = {} if gpus is None or self.alone else {"CUDA_VISIBLE_DEVICES": gpus}
+        words = [self.recipe, *self.common, *each.options, "--output-dir", str(each.folder)]
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "recipes", *words],
+            env=fresh_environment(more),
+            preexec_fn=prepare,
+            stdout=None if self.alone else subprocess.DEVNULL,
+            stderr=None if self.alone else subprocess.DEVNULL,
+        )
+        self.running[process] = number, share
+        if self.asked:  # meanwhile
+            process.terminate()
+
+    def _wait(self) -> None:
+        """Until one of the runs has ended."""
+        pid, status = os.wait()
+        for process in [process for process in self.running if process.pid == pid]:
+            number, share = self.running.pop(process)
+            ended = process.returncode = os.waitstatus_to_exitcode(status)
+            self.status[number] = ended
+            self.free.append(share)
+            if ended in (STATUS_STOPPED, 128 + signal.SIGINT):
+                self.asked = True
+
+    def _stop(self, number: int, _frame: FrameType | None) -> None:
+        self.asked = True
+        if number == signal.SIGINT:  # a terminal gives it to all; a second one ends this, too
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            return
+        for process in self.running:
+            process.send_signal(number)
+
+
+def sweep(arguments: Sequence[str]) -> int:
+    """Run from a command line; returns the exit status."""
+    parser = Parser("sweep", __doc__)
+    parser.add_argument("recipe", help="of which each run is one")
+    parser.add_argument("--over", required=True, help='options and values: "--lr 0.1 0.03"')
+    parser.add_argument(
+        "--output-dir", type=given_path, help="folder of the runs; default: runs/RECIPE/sweep"
+    )
+    parser.add_argument("--at-once", type=int, default=1, help="runs side by side; default: 1")
+    given, common = parser.parse_known_args(list(arguments))
+    if given.recipe not in recipes():
+        raise InputError(f"no recipe {given.recipe!r}: there are {', '.join(recipes())}")
+    below = given.output_dir or Path("runs") / given.recipe / "sweep"
+    found = combinations(given.over, below)
+    config = import_module(f"recipes.{given.recipe}.train").Config
+    for each in found:
+        cli.parse(given.recipe, config, [*common, *each.options])
+    job = Sweep(given.recipe, common, given.at_once)
+    job.run(found)
+    finished = [n for n, status in job.status.items() if status == STATUS_FINISHED]
+    for number in sorted(job.status.keys() - set(finished)):
+        if job.status[number] not in (STATUS_STOPPED, 128 + signal.SIGINT):
+            say(f"{found[number].folder} ended with status {job.status[number]}")
+    if finished:
+        show(below)
+    if job.asked:
+        say(
+            f"stopped: {len(finished)} of {len(found)} runs have finished; the same command goes on"
+        )
+        interrupted = 128 + signal.SIGINT in job.status.values()
+        return 128 + signal.SIGINT if interrupted else STATUS_STOPPED
+    if len(finished) == len(found):
+        return STATUS_FINISHED
+    bad_input = {*job.status.values()} == {STATUS_BAD_INPUT}
+    return STATUS_BAD_INPUT if bad_input else STATUS_FAILED
+
+
+def show(below: Path) -> None:
+    """The table and the figure of the runs in a folder."""
+    looked = [runs.look(run) for run in runs.find_runs(below)]
+    summaries = [run["summary"].get("best") or run["summary"] for run in looked]
+    metrics = [name for each in summaries for name in each if name.startswith("val_")]
+    by = metrics[0] if metrics else ""
+    sign = -1 if "loss" in by else 1  # the best one last, where one looks first
+    best = {id(run): each.get(by) for run, each in zip(looked, summaries, strict=True)}
+    looked.sort(key=lambda run: (best[id(run)] is not None, sign * (best[id(run)] or 0)))
+    runs.show(looked)
+    runs.draw(looked, below / "sweep.png")
+    print(below / "sweep.png")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run from a command line; returns the exit status."""
+    return attempt(lambda: sweep(arguments))
