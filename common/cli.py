@@ -171,7 +171,8 @@ def run(
 
 def _refuse_other_name(name: str, train: Callable[..., None]) -> None:
     """Raise InputError if the ranks, which are started by that name, would run another recipe."""
-    folder = Path(train.__code__.co_filename).resolve().parent
+    file = getattr(train, "__globals__", {}).get("__file__")
+    folder = Path(file or "/").resolve().parent
     if folder.parent == ROOT / "recipes" and folder.name != name:
         raise InputError(f"recipes/{folder.name}/train.py says NAME = {name!r}: write its folder's")
 

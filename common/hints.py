@@ -168,6 +168,9 @@ _TABLE = {
         "a label is no class of the model: labels are 0 to classes - 1, so correct the label, or "
         "give the model more outputs (Data.class_names, or your own model's last layer)"
     ),
+    r"expected target dtype to be Long": (
+        "labels are the numbers of classes: let __getitem__ give an int"
+    ),
     r"does not support sparse gradients|sparse gradients, please consider|Sparse.*allreduce": (
         "an Embedding(sparse=True) has them: leave sparse out, or give those parameters to an "
         "optimizer that takes them, as torch.optim.SGD(..., fused=False)"

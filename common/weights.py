@@ -45,11 +45,12 @@ def unwrapped(weights: dict[str, Tensor], own: Mapping[str, Any]) -> dict[str, T
 def holds(state: Mapping[str, Any], weights: Mapping[str, Tensor]) -> bool:
     """Whether each of `weights` is in a state_dict: the same memory, or the same values by name."""
     memory = {leaf.data_ptr() for leaf in tree_leaves(state) if isinstance(leaf, Tensor)}
-    return all(
-        value.data_ptr() in memory
-        or (isinstance(own := state.get(name), Tensor) and torch.equal(own, value))
-        for name, value in weights.items()
-    )
+
+    def equal(name: str, value: Tensor) -> bool:
+        own = state.get(name)
+        return isinstance(own, Tensor) and torch.equal(own.cpu().double(), value.cpu().double())
+
+    return all(value.data_ptr() in memory or equal(name, value) for name, value in weights.items())
 
 
 def save_weights(weights: dict[str, Tensor], path: Path) -> None:

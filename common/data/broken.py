@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -75,28 +74,21 @@ def refuse_other_labels(batch: Any, classes: int, indices: Sequence[int], source
     """
     if not classes or not isinstance(batch, list | tuple) or len(batch) != 2:
         return
-    labels, of = batch[1], type(source).__name__
-    if isinstance(labels, list | tuple) and labels and isinstance(labels[0], str):
-        raise SampleError(
-            f"the label of sample {indices[0]} of {of} is {labels[0]!r}: give the number of its "
-            f"class, 0 to {classes - 1}"
-        )
-    if not isinstance(labels, Tensor) or labels.dim() > 2 or labels.shape[1:] not in ((), (1,)):
+    labels: Any = batch[1]
+    if isinstance(labels, Tensor):
+        if labels.shape != (len(indices),):
+            return
+        labels = labels.tolist()
+    known = range(classes)
+    if not isinstance(labels, list | tuple) or len(labels) != len(indices):
         return
-    if labels.is_floating_point() or labels.dtype == torch.bool or labels.dim() == 2:
-        kind = str(labels.dtype).removeprefix("torch.")
-        raise SampleError(
-            f"the labels of {of} are {kind} of shape {tuple(labels.shape[1:])}: give each sample "
-            "the number of its class, an int; for targets of another kind leave class_names out of "
-            "Data(...)"
-        )
-    if len(wrong := ((labels < 0) | (labels >= classes)).nonzero()):
-        place = int(wrong[0])
-        raise SampleError(
-            f"the label of sample {indices[place]} of {of} is {labels[place].item()}, but Data has "
-            f"{classes} class_names, 0 to {classes - 1}: correct it, or leave the sample's index "
-            "out of Samples(...)"
-        )
+    for index, label in zip(indices, labels, strict=True):
+        if isinstance(label, str | int | float) and label not in known:
+            raise SampleError(
+                f"the label of sample {index} of {type(source).__name__} is {label!r}, but Data "
+                f"has {classes} class_names: give the number of its class, 0 to {classes - 1}, or "
+                "leave the sample's index out of Samples(...)"
+            )
 
 
 def _why_no_batch(collate: Callable[[list[Any]], Any], samples: dict[int, Any], name: str) -> str:

@@ -27,8 +27,9 @@ def sample_hashes(data: Data) -> dict[str, str]:
         found = {"Data.class_names": _hash(list(data.class_names))}
         for part, samples in (("train", data.train), ("val", data.val)):
             for index in (0, len(samples) // 2, len(samples) - 1, 0):  # the first one twice
-                name, now = f"sample {samples.indices[index]} of Data.{part}", samples[0, index]
-                if found.setdefault(name, _hash(now)) != _hash(now):
+                name = f"sample {samples.indices[index]} of Data.{part}"
+                now = _hash(samples.__getitems__([(0, index)]))
+                if found.setdefault(name, now) != now:
                     raise InputError(
                         f"{name} was another one when it was read again: it may depend on its "
                         "index and on the generators of Python, NumPy (np.random) and torch, which "
@@ -44,7 +45,8 @@ def _hash(value: Any) -> str:
     digest = hashlib.sha256()
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
-            leaf = f"{leaf.dtype} {tuple(leaf.shape)}".encode() + tensor_bytes(leaf.to_dense())
+            leaf = leaf.values() if leaf.is_nested else leaf.to_dense()
+            leaf = f"{leaf.dtype} {tuple(leaf.shape)}".encode() + tensor_bytes(leaf)
         elif isinstance(leaf, np.ndarray):
             leaf = f"{leaf.dtype} {leaf.shape}".encode() + leaf.tobytes()
         elif isinstance(leaf, str | int | float):

@@ -370,7 +370,7 @@ class Loop:
         """The weights by the model's own names; a warning if a resumed run may not have them."""
         parts = self.state.parts
         weights = unwrapped(weights, parts["model"].state_dict())
-        states = [part.state_dict() for part in parts.values()]
+        states = (part.state_dict() for part in parts.values())
         if self._mesh is None and not any(holds(state, weights) for state in states):
             log.warning(
                 "these weights are of no model that loop.resume was given, so no snapshot has them "

@@ -47,6 +47,7 @@ another MASTER_PORT <- DistNetworkError: The server socket has failed to listen 
     address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in
     use
 fewer GPUs than processes <- AcceleratorError: CUDA error: invalid device ordinal
+let __getitem__ give an int <- RuntimeError: expected target dtype to be Long or Byte, but got Bool
 leave sparse out <- RuntimeError: `_fused_sgd` does not support sparse gradients
 model(images)['logits'] <- TypeError: cross_entropy_loss(): argument 'input' (position 1) must be
     Tensor, not dict

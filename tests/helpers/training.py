@@ -36,7 +36,8 @@ def changed_recipe(changes: Mapping[str, str], file: Path | None = None) -> Any:
     recipe: Any = ModuleType("changed_recipe")
     recipe.__package__, recipe.deepcopy = "recipes.ddp_launch", deepcopy
     sys.modules["changed_recipe"] = recipe
-    exec(compile(source, file or "changed_recipe.py", "exec"), recipe.__dict__)
+    recipe.__file__ = str(file or "changed_recipe.py")
+    exec(compile(source, recipe.__file__, "exec"), recipe.__dict__)
     return recipe
 
 

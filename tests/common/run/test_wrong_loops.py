@@ -229,10 +229,10 @@ WRONG = {
         (1,),
     ),
     "texts as labels": Case(
-        own_data("'ab'[i % 2]"), "the label of sample .* of Own is '[ab]': give the number", (1,)
+        own_data("'ab'[i % 2]"), "the label of sample .* of Own is '[ab]', but", (1,)
     ),
     "labels that are bool": Case(
-        own_data("torch.tensor(i % 2 > 0)"), "the labels of Own are bool of shape", (1,)
+        own_data("torch.tensor(i % 2 > 0)"), "expected target dtype to be Long", (1,)
     ),
     "labels that are one-hot": Case(
         own_data("torch.eye(2)[i % 2]"), r"labels of shape \(\d+, 2\) are no class numbers", (1,)
