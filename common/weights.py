@@ -1,7 +1,7 @@
 """The weights of a model: their names and hash, and how they are saved."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,17 +24,37 @@ def weights_sha256(state_dict: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def unwrapped(weights: dict[str, Tensor], own: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A state_dict without the prefixes of DDP and torch.compile, which the model's `own` lacks.
+WRAPPERS = ("module.", "_orig_mod.")
+"""What DDP and torch.compile put before each name."""
+PREFIXES = (*WRAPPERS, "model.", "net.", "backbone.")
+"""What other trainers' modules put there, too."""
+
+
+def without_prefix(
+    found: dict[str, Tensor], own: Iterable[str], prefixes: Sequence[str] = PREFIXES
+) -> tuple[dict[str, Tensor], str]:
+    """A state_dict without the prefix that all its names have, and the prefix.
+
+    It stays if one of the model's `own` names is among them.
+    """
+    bare, taken = found, ""
+    while bare and not bare.keys() & set(own):
+        shared = (p for p in prefixes if all(name.startswith(p) for name in bare))
+        if not (prefix := next(shared, "")):
+            break
+        bare = {name.removeprefix(prefix): value for name, value in bare.items()}
+        taken += prefix
+    return bare, taken
+
+
+def unwrapped(weights: dict[str, Tensor], own: Iterable[str]) -> dict[str, Tensor]:
+    """A state_dict without a wrapper's prefix, which the model's `own` names have not.
 
     Raises:
         TrainingError: some names have such a prefix, and others have not.
     """
-    for _ in range(2):
-        for prefix in ("module.", "_orig_mod."):
-            if weights and all(k.startswith(prefix) and k not in own for k in weights):
-                weights = {k.removeprefix(prefix): value for k, value in weights.items()}
-    if odd := [k for k in weights if k.startswith(("module.", "_orig_mod.")) and k not in own]:
+    weights, _ = without_prefix(weights, own, WRAPPERS)
+    if odd := [k for k in weights if k.startswith(WRAPPERS) and k not in own]:
         raise TrainingError(
             f"the weights hold {odd[0]}, a name of a wrapper around the model: give the state_dict "
             "of the model inside it"
@@ -42,13 +62,17 @@ def unwrapped(weights: dict[str, Tensor], own: Mapping[str, Any]) -> dict[str, T
     return weights
 
 
-def holds(state: Mapping[str, Any], weights: Mapping[str, Tensor]) -> bool:
-    """Whether each of `weights` is in a state_dict: the same memory, or the same values by name."""
-    memory = {leaf.data_ptr() for leaf in tree_leaves(state) if isinstance(leaf, Tensor)}
+def hold(states: Iterable[Mapping[str, Any]], weights: Mapping[str, Tensor]) -> bool:
+    """Whether state_dicts hold each of `weights`: its memory, or equal values of its name."""
+    memory: set[int] = set()
+    named: dict[str, Any] = {}
+    for state in states:
+        memory |= {leaf.data_ptr() for leaf in tree_leaves(state) if isinstance(leaf, Tensor)}
+        named = {name.removeprefix("module."): value for name, value in state.items()} | named
 
     def equal(name: str, value: Tensor) -> bool:
-        own = state.get(name)
-        return isinstance(own, Tensor) and torch.equal(own.cpu().double(), value.cpu().double())
+        own = named.get(name)
+        return isinstance(own, Tensor) and torch.equal(own.cpu().to(value.dtype), value.cpu())
 
     return all(value.data_ptr() in memory or equal(name, value) for name, value in weights.items())
 

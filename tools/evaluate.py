@@ -69,8 +69,8 @@ from common.seeds import set_determinism
 from common.stack import running_versions
 from common.terminal import set_up_logs
 from common.training.evaluation import evaluate, score_classes
-from common.training.models import read_weights, without_prefix
-from common.weights import weights_sha256
+from common.training.models import read_weights
+from common.weights import weights_sha256, without_prefix
 from common.writing import fix
 from tools.command import Parser, log_to_stderr, open_stdout, printing
 from tools.mistakes import Answers, Result, picture
@@ -297,7 +297,6 @@ def evaluate_run(given: argparse.Namespace, run: Trained, recipe: Any, ranks: Ra
         compared = verdict(result, recorded, exact=exact)
     # Of the file: the model's own may be rounded, as fsdp's in bf16.
     sha = weights_sha256(without_prefix(read_weights(weights), model.state_dict())[0])
-    written = write_files(errs, given, run, val, sha) if errs else ""
     if given.json:
         more = errs.content if errs else {}
         content = {**result, "held_out": own, "weights_sha256": sha, **more}
@@ -310,10 +309,13 @@ def evaluate_run(given: argparse.Namespace, run: Trained, recipe: Any, ranks: Ra
         lines += [f"  {name:<{width}}  {value}" for name, value in result.items()]
         lines = [printable(line) for line in lines]
         lines += ["", *errs.lines()] if errs else []
-        lines += ["", *(printable(line) for line in (compared, written) if line)]
-        text = "\n".join(lines).rstrip("\n")
+        lines += ["", printable(compared)] if compared else []
+        text = "\n".join(lines)
     with printing():
         print(text, flush=True)
+    if errs and (written := write_files(errs, given, run, val, sha)) and not given.json:
+        with printing():
+            print(f"\n{printable(written)}", flush=True)
 
 
 def is_as_recorded(manifest: dict[str, Any], device: torch.device, ranks: Ranks) -> bool:

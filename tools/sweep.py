@@ -20,11 +20,13 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from common import cli
 from common.errors import (
@@ -38,8 +40,10 @@ from common.errors import (
 from common.launch.process import end_with_parent
 from common.launch.report import say
 from common.launch.start import usable_gpus
+from common.masking import printable
 from common.output_folder import make_folder
 from common.parse import given_path
+from common.training.evaluation import sign
 from recipes.__main__ import recipes
 from tools import runs
 from tools.command import Parser, attempt
@@ -86,8 +90,12 @@ def combinations(over: str, below: Path) -> list[Combination]:
     return found
 
 
-def shares(at_once: int) -> list[tuple[str | None, set[int]]]:
-    """For each of the runs at a time: CUDA_VISIBLE_DEVICES (None: as it is), and CPU cores.
+Share = tuple[str | None, set[int]]
+"""CUDA_VISIBLE_DEVICES (None: as it is), and CPU cores."""
+
+
+def shares(at_once: int) -> list[Share]:
+    """The share of each of the runs at a time.
 
     Raises:
         InputError: there are fewer GPUs, or fewer cores, than runs.
@@ -111,12 +119,13 @@ class Sweep:
     def __init__(self, recipe: str, common: Sequence[str], at_once: int) -> None:
         self.recipe, self.common = recipe, list(common)
         self.free, self.alone = shares(at_once), at_once == 1
-        self.running: dict[subprocess.Popen[bytes], tuple[int, tuple[str | None, set[int]]]] = {}
+        self.running: dict[subprocess.Popen[bytes], tuple[int, Share, IO[bytes] | None]] = {}
         self.status: dict[int, int] = {}
+        self.said: dict[int, str] = {}
         self.asked = False
 
     def run(self, all_of_them: Sequence[Combination]) -> None:
-        """Train them; `status` has the exit status of each that ended."""
+        """Train them; `status` has the exit status of each that ended, `said` its error."""
         for stop in (*STOP_SIGNALS, signal.SIGINT):
             signal.signal(stop, self._stop)
         for number, each in enumerate(all_of_them):
@@ -139,22 +148,29 @@ class Sweep:
 
         more = {} if gpus is None or self.alone else {"CUDA_VISIBLE_DEVICES": gpus}
         words = [self.recipe, *self.common, *each.options, "--output-dir", str(each.folder)]
+        errors = None if self.alone else tempfile.TemporaryFile()  # noqa: SIM115  # closed in _wait
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "recipes", *words],
             env=fresh_environment(more),
             preexec_fn=prepare,
             stdout=None if self.alone else subprocess.DEVNULL,
-            stderr=None if self.alone else subprocess.DEVNULL,
+            stderr=errors,
         )
-        self.running[process] = number, share
+        self.running[process] = number, share, errors
         if self.asked:  # meanwhile
-            process.terminate()
+            _signal(process, signal.SIGTERM)
 
     def _wait(self) -> None:
         """Until one of the runs has ended."""
         pid, status = os.wait()
         for process in [process for process in self.running if process.pid == pid]:
-            number, share = self.running.pop(process)
+            number, share, errors = self.running.pop(process)
+            if errors:
+                errors.seek(0)
+                lines = errors.read().decode(errors="replace").splitlines()
+                said = (line for line in lines if line.startswith("error: "))
+                self.said[number] = printable(next(said, "").removeprefix("error: "))
+                errors.close()
             ended = process.returncode = os.waitstatus_to_exitcode(status)
             self.status[number] = ended
             self.free.append(share)
@@ -167,7 +183,12 @@ class Sweep:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             return
         for process in self.running:
-            process.send_signal(number)
+            _signal(process, number)
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    with suppress(ProcessLookupError):  # Popen's own would take its status from `_wait`
+        os.kill(process.pid, number)
 
 
 def sweep(arguments: Sequence[str]) -> int:
@@ -192,17 +213,18 @@ def sweep(arguments: Sequence[str]) -> int:
     finished = [n for n, status in job.status.items() if status == STATUS_FINISHED]
     for number in sorted(job.status.keys() - set(finished)):
         if job.status[number] not in (STATUS_STOPPED, 128 + signal.SIGINT):
-            say(f"{found[number].folder} ended with status {job.status[number]}")
+            why = f": {job.said[number]}" if job.said.get(number) else ""
+            say(f"{found[number].folder} ended with status {job.status[number]}{why}")
     if finished:
         show(below)
+    if len(finished) == len(found):
+        return STATUS_FINISHED
     if job.asked:
         say(
             f"stopped: {len(finished)} of {len(found)} runs have finished; the same command goes on"
         )
         interrupted = 128 + signal.SIGINT in job.status.values()
         return 128 + signal.SIGINT if interrupted else STATUS_STOPPED
-    if len(finished) == len(found):
-        return STATUS_FINISHED
     bad_input = {*job.status.values()} == {STATUS_BAD_INPUT}
     return STATUS_BAD_INPUT if bad_input else STATUS_FAILED
 
@@ -213,9 +235,9 @@ def show(below: Path) -> None:
     summaries = [run["summary"].get("best") or run["summary"] for run in looked]
     metrics = [name for each in summaries for name in each if name.startswith("val_")]
     by = metrics[0] if metrics else ""
-    sign = -1 if "loss" in by else 1  # the best one last, where one looks first
     best = {id(run): each.get(by) for run, each in zip(looked, summaries, strict=True)}
-    looked.sort(key=lambda run: (best[id(run)] is not None, sign * (best[id(run)] or 0)))
+    # The best one comes last, where one looks first.
+    looked.sort(key=lambda run: (best[id(run)] is not None, sign(by) * (best[id(run)] or 0)))
     runs.show(looked)
     runs.draw(looked, below / "sweep.png")
     print(below / "sweep.png")

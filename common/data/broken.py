@@ -83,7 +83,7 @@ def refuse_other_labels(batch: Any, classes: int, indices: Sequence[int], source
     if not isinstance(labels, list | tuple) or len(labels) != len(indices):
         return
     for index, label in zip(indices, labels, strict=True):
-        if isinstance(label, str | int | float) and label not in known:
+        if isinstance(label, str) or (isinstance(label, int) and label not in known):
             raise SampleError(
                 f"the label of sample {index} of {type(source).__name__} is {label!r}, but Data "
                 f"has {classes} class_names: give the number of its class, 0 to {classes - 1}, or "

@@ -25,19 +25,22 @@ def sample_hashes(data: Data) -> dict[str, str]:
     """
     with agreed():
         found = {"Data.class_names": _hash(list(data.class_names))}
-        for part, samples in (("train", data.train), ("val", data.val)):
-            for index in (0, len(samples) // 2, len(samples) - 1, 0):  # the first one twice
-                name = f"sample {samples.indices[index]} of Data.{part}"
-                now = _hash(samples.__getitems__([(0, index)]))
-                if found.setdefault(name, now) != now:
-                    raise InputError(
-                        f"{name} was another one when it was read again: it may depend on its "
-                        "index and on the generators of Python, NumPy (np.random) and torch, which "
-                        "are seeded for each sample; begin another generator anew in each "
-                        "__getitem__, from torch.initial_seed()"
-                    )
-    what = "another one than on rank 0 (if sets order the data: PYTHONHASHSEED=0 on all ranks)"
-    refuse_unlike_rank_0(found, what)
+        samples = data.train
+        for place in (0, len(samples) // 2, len(samples) - 1, 0):  # the first one twice
+            index = f"{samples.indices[place]}{f' (place {place})' if place else ''}"
+            name, now = f"sample {index} of Data.train", _hash(samples.__getitems__([(0, place)]))
+            if found.setdefault(name, now) != now:
+                raise InputError(
+                    f"{name} was another one when it was read again: it may depend on its index "
+                    "and on the generators of Python, NumPy (np.random) and torch, which are "
+                    "seeded for each sample; begin another generator anew in each __getitem__, "
+                    "from torch.initial_seed()"
+                )
+    refuse_unlike_rank_0(
+        found,
+        "another one than on rank 0 (if sets order the data: PYTHONHASHSEED=0 on all ranks; or "
+        "hosts with unlike CPUs or libraries)",
+    )
     return found
 
 
@@ -47,9 +50,9 @@ def _hash(value: Any) -> str:
         if isinstance(leaf, Tensor):
             leaf = leaf.values() if leaf.is_nested else leaf.to_dense()
             leaf = f"{leaf.dtype} {tuple(leaf.shape)}".encode() + tensor_bytes(leaf)
-        elif isinstance(leaf, np.ndarray):
+        elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
             leaf = f"{leaf.dtype} {leaf.shape}".encode() + leaf.tobytes()
-        elif isinstance(leaf, str | int | float):
-            leaf = repr(leaf).encode()
+        elif isinstance(leaf, np.ndarray | np.generic | str | int | float):
+            leaf = repr(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf).encode()
         digest.update(leaf if isinstance(leaf, bytes) else type(leaf).__name__.encode())
     return digest.hexdigest()[:8]

@@ -48,7 +48,7 @@ from common.training.evaluation import Evaluation, best_metric, explosion, warn_
 from common.training.losses import refuse_other_losses, warn_of_means
 from common.watch.clock import KINDS, advice, by_kind, shares
 from common.watch.stragglers import ComputeTime
-from common.weights import holds, save_weights, unwrapped, weights_sha256
+from common.weights import hold, save_weights, unwrapped, weights_sha256
 
 
 class Loop:
@@ -82,7 +82,7 @@ class Loop:
         self.log_every = max(1, self.last_step // 10) if short else run.options.log_every
         self._keys: Any = None
         self._identity = run.identity(plan.global_batch_size, data)
-        self._mesh, self._evaluated_step, self._early = mesh, -1, ""
+        self._mesh, self._evaluated_step, self._early, self._warned = mesh, -1, "", False
         warn_of_unknown_metric(run.options.best_by, len(data.class_names))
         # Torch only warns: a loss of (samples, 1) and (samples,) compares all pairs.
         warnings.filterwarnings("error", message="Using a target size")
@@ -355,6 +355,11 @@ class Loop:
         if run.options.epoch_weights and run.ranks.is_main:
             save_weights(weights, run.folder / "weights" / f"epoch_{state.epoch:04d}.pt")
         self._speed.resume()
+        if run.options.patience and not state.best:
+            raise TrainingError(
+                "--patience needs a metric that chooses the best epoch: give --best-by one of "
+                f"{', '.join(self._metrics)}, and the same --output-dir"
+            )
         if state.best and epoch - state.best["epochs"] >= (run.options.patience or math.inf):
             self._early = f"no improvement since epoch {state.best['epochs']}"
         if self.steps_left:
@@ -371,10 +376,11 @@ class Loop:
         parts = self.state.parts
         weights = unwrapped(weights, parts["model"].state_dict())
         states = (part.state_dict() for part in parts.values())
-        if self._mesh is None and not any(holds(state, weights) for state in states):
+        if self._mesh is None and not self._warned and not hold(states, weights):
+            self._warned = True
             log.warning(
-                "these weights are of no model that loop.resume was given, so no snapshot has them "
-                "and a resumed run would make others: give their model to loop.resume(NAME=...)"
+                "perhaps no snapshot has these weights, and a resumed run would make others: give "
+                "their model to loop.resume(NAME=...)"
             )
         return weights
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,6 +32,11 @@ class MicroBatches:
         """
         self.ddp, self.options, self.loop, self.autocast = ddp, options, loop, autocast
         self.size = loop.plan.micro_batch_size
+        norms = (m for m in ddp.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+        statistics = {id(buffer) for norm in norms for buffer in norm.buffers()}
+        if all(id(buffer) in statistics for buffer in ddp.buffers()):
+            # Training does not read them, and `evaluate` sends rank 0's, which are saved.
+            ddp.broadcast_buffers = False
         if options.virtual_ranks:
             use_virtual_ranks(ddp, options.virtual_ranks, loop.run.options.timeout_s)
         elif options.gradient_compression == "bf16":

@@ -74,9 +74,11 @@ class OptimizerSteps:
     def _unsaved_buffers(self) -> dict[str, int]:
         """A hash of each buffer that the model's state_dict leaves out."""
         model = self._parts["model"]
-        buffers = model.named_buffers() if isinstance(model, nn.Module) else ()
-        saved = model.state_dict()
-        return {name: int(fingerprint(value)) for name, value in buffers if name not in saved}
+        if not self._whole or not isinstance(model, nn.Module):
+            return {}
+        saved = {v.data_ptr() for v in tree_leaves(model.state_dict()) if isinstance(v, Tensor)}
+        buffers = [(k, v) for k, v in model.named_buffers() if v.data_ptr() not in saved]
+        return {name: int(fingerprint(value)) for name, value in buffers}
 
     def after(self, step: int, *, begins_epoch: bool) -> bool:
         """Raise TrainingError on this rank unless one update was made; whether it was the first."""
@@ -146,8 +148,9 @@ class OptimizerSteps:
         now = self._unsaved_buffers()
         if changed := [name for name, bits in self._unsaved.items() if now.get(name) != bits]:
             log.warning(
-                f"{_first(changed)} changes in training and is in no snapshot, so a resumed run "
-                "begins with another one: register_buffer(NAME, TENSOR) without persistent=False"
+                f"{_first(changed)} changes in training and is in no snapshot: unless forward() "
+                "computes it anew, a resumed run needs register_buffer(NAME, TENSOR) without "
+                "persistent=False"
             )
         return self._not_saved(gradients) if self._whole else ""
 

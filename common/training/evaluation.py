@@ -221,8 +221,12 @@ def best_metric(
         )
     if not best or by not in best:
         return by
-    sign = -1 if "loss" in by or "error" in by else 1
-    return by if sign * found[by] > sign * best[by] else None
+    return by if sign(by) * found[by] > sign(by) * best[by] else None
+
+
+def sign(metric: str) -> int:
+    """-1 if the lowest value of a metric is the best one: of losses and errors; else 1."""
+    return -1 if "loss" in metric or "error" in metric else 1
 
 
 def explosion(found: Mapping[str, float], before: Mapping[str, float], classes: int) -> str:

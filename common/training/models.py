@@ -5,7 +5,7 @@ import re
 import shlex
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from common.downloads import download_weights
 from common.errors import InputError
 from common.group.collectives import agreed
 from common.reading import refuse_closed
+from common.weights import without_prefix
 
 
 @dataclass(frozen=True)
@@ -197,25 +198,6 @@ def prepare_model(
         if options.compile and not header.is_file():
             raise InputError(f"--compile needs {header}: install python3-dev")
     return model
-
-
-_PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "backbone.")
-"""What DDP, torch.compile and other trainers' modules put before each name."""
-
-
-def without_prefix(found: dict[str, Tensor], own: Iterable[str]) -> tuple[dict[str, Tensor], str]:
-    """The entries of a file without the prefix that all of them have, and the prefix.
-
-    It stays if one of the model's `own` names is among the file's.
-    """
-    bare, taken = found, ""
-    while bare and not bare.keys() & set(own):
-        prefixes = (p for p in _PREFIXES if all(name.startswith(p) for name in bare))
-        if not (prefix := next(prefixes, "")):
-            break
-        bare = {name.removeprefix(prefix): value for name, value in bare.items()}
-        taken += prefix
-    return bare, taken
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -75,6 +75,8 @@ def test_make_exports_a_model_that_answers_the_same_where_this_repository_is_not
     beside = json.loads((tmp_path / "model.pt2.preprocessing.json").read_text())
     assert beside == json.loads((run / "preprocessing.json").read_text())
     assert not list(tmp_path.glob("*.export*")), "nothing else is left"
+    asked, _ = torch.export.load(tmp_path / "model.pt2").example_inputs
+    assert not asked[0].any(), "no held-out image is given away"
 
 
 def test_safetensors_are_the_weights_of_the_run(pool: Pool, run: Path, tmp_path: Path) -> None:

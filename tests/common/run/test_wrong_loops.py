@@ -32,7 +32,9 @@ HEAD = "list(model.parameters())[-2:]"
 DATA = "data = load_data(config.data, config.run.seed, ranks)"
 
 
-def own_data(label: str = "i % 2", image: str = "0", names: str = "'ab'") -> dict[str, str]:
+def own_data(
+    label: str = "i % 2", image: str = "0", names: str = "'ab'", train: str = "range(960)"
+) -> dict[str, str]:
     """The change to 1,000 images of one's own, in two classes; `i` is an image's index."""
     return {
         DATA: f"""
@@ -45,7 +47,7 @@ def own_data(label: str = "i % 2", image: str = "0", names: str = "'ab'") -> dic
                 self.read.append(i)
                 return torch.full((1, 8, 8), i / 1000 + float({image})), {label}
         part = {{"source": Own(), "seed": 0}}
-        data = Data(Samples(indices=range(960), **part), Samples(indices=range(960, 1000), **part),
+        data = Data(Samples(indices={train}, **part), Samples(indices=range(960, 1000), **part),
                     "own", {names}, channels=1, side=8)"""
     }
 
@@ -245,6 +247,16 @@ WRONG = {
         "score gave Tensor: it must give a dict of tensors",
         (1,),
     ),
+    "patience without a metric that chooses the best epoch": Case(
+        {
+            RESULT: RESULT.replace(
+                "data.val))", "data.val), score=lambda m, b: {'mae': m(b[0])[:, 0].abs()})"
+            )
+        },
+        "--patience needs a metric .* one of train_loss, val_mae",
+        (1, 2),
+        ("--patience", "1"),
+    ),
     "weights in place of a function": Case(
         {AFTER_EPOCH: "loop.after_epoch(result, model.state_dict())"},
         r"expected what evaluate\(\) returned and model\.state_dict, not",
@@ -354,6 +366,9 @@ RIGHT = {
     "own data whose augmentation is seeded": Case(
         own_data(image="random.random() + np.random.rand() + torch.rand(())"), ranks=(1, 2)
     ),
+    "samples that come twice, each time augmented otherwise": Case(
+        own_data(image="random.random()", train="[*range(480)] * 2"), ranks=(1,)
+    ),
     "the state of a wrapper": Case(
         {FINISH: "loop.finish(ddp.state_dict())"}
         | {AFTER_EPOCH: "loop.after_epoch(result, lambda: compiled(ddp.state_dict()))"}
@@ -384,6 +399,22 @@ def test_a_loop_that_is_right_trains_on(pool: Pool, tmp_path: Path, name: str) -
         assert (tmp_path / str(ranks) / "model.pt").exists()
 
 
+def test_statistics_are_sent_at_an_evaluation_and_not_in_each_step(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """Each rank's BatchNorm has seen its own images; all evaluate with rank 0's."""
+    seen = "{value.sum().item() for own in gather([*model.buffers()]) for value in own[:1]}"
+    changes = {
+        RESULT: f"""from common.group.collectives import gather
+            assert len({seen}) == ranks.world_size, "not sent yet"
+            {RESULT}
+            assert len({seen}) == 1, "rank 0's"
+"""
+    }
+    case = Case(changes, options=("--norm", "batch"))
+    assert trained(pool, tmp_path, case, 3) == [""] * 3
+
+
 WARNED = {
     "a buffer that no snapshot holds": (
         {
@@ -397,7 +428,7 @@ WARNED = {
     ),
     "an average that no snapshot holds": (
         after(MADE, "ema = deepcopy(model)") | {FINISH: "loop.finish(ema.state_dict())"},
-        "of no model that loop.resume was given",
+        "perhaps no snapshot has these weights",
     ),
 }
 

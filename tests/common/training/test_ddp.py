@@ -172,6 +172,7 @@ def test_any_number_of_batches_adds_up_to_the_same_loss(pool: Pool) -> None:
 FREE = {
     *("output_dir", "resume", "snapshot_every", "keep_snapshots", "log_every", "epoch_weights"),
     "best_by",
+    "patience",
     *("device", "backend", "timeout_s", "max_steps", "global_batch_size", "batch_size_per_rank"),
     *(
         "data_path",
