@@ -250,7 +250,8 @@ def play(
             continue
         elif not how or not _INTERRUPTED | ({2} if damaged else set()) >= codes:
             raise RuntimeError(f"ended with {codes} {about}")
-        if not ended and folder.is_dir() and any(folder.iterdir()):  # a finished run is read-only
+        finished = ended or (folder / "summary.json").exists()  # perhaps interrupted after that
+        if not finished and folder.is_dir() and any(folder.iterdir()):  # else it is only read
             kind, entry, file, before = damage(folder, dice, hit)
             last = file, before
             damaged.add(file)
