@@ -174,7 +174,9 @@ def _refuse_other_name(name: str, train: Callable[..., None]) -> None:
     file = getattr(train, "__globals__", {}).get("__file__")
     folder = Path(file or "/").resolve().parent
     if folder.parent == ROOT / "recipes" and folder.name != name:
-        raise InputError(f"recipes/{folder.name}/train.py says NAME = {name!r}: write its folder's")
+        raise InputError(
+            f"recipes/{folder.name}/train.py says NAME = {name!r}: write NAME = {folder.name!r}"
+        )
 
 
 def _launched(name: str) -> str:

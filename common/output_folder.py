@@ -59,6 +59,12 @@ def make_folder(folder: Path) -> None:
         raise InputError(not_writable(folder, error)) from error
 
 
+def refuse_closed_to_writing(folder: Path) -> None:
+    """Raise PermissionError if this user may not write into a folder."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
 def refuse_root(folder: Path) -> None:
     """Raise InputError if an --output-dir is the root of the file system."""
     if os.path.realpath(folder) == "/":

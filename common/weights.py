@@ -1,7 +1,7 @@
 """The weights of a model: their names and hash, and how they are saved."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ PREFIXES = (*WRAPPERS, "model.", "net.", "backbone.")
 
 
 def without_prefix(
-    found: dict[str, Tensor], own: Iterable[str], prefixes: Sequence[str] = PREFIXES
+    found: dict[str, Tensor], own: Collection[str], prefixes: Sequence[str] = PREFIXES
 ) -> tuple[dict[str, Tensor], str]:
     """A state_dict without the prefix that all its names have, and the prefix.
 
@@ -47,11 +47,11 @@ def without_prefix(
     return bare, taken
 
 
-def unwrapped(weights: dict[str, Tensor], own: Iterable[str]) -> dict[str, Tensor]:
-    """A state_dict without a wrapper's prefix, which the model's `own` names have not.
+def unwrapped(weights: dict[str, Tensor], own: Collection[str]) -> dict[str, Tensor]:
+    """A state_dict without the prefix of a wrapper that the model's `own` names lack.
 
     Raises:
-        TrainingError: some names have such a prefix, and others have not.
+        TrainingError: only some names have such a prefix.
     """
     weights, _ = without_prefix(weights, own, WRAPPERS)
     if odd := [k for k in weights if k.startswith(WRAPPERS) and k not in own]:
@@ -62,13 +62,17 @@ def unwrapped(weights: dict[str, Tensor], own: Iterable[str]) -> dict[str, Tenso
     return weights
 
 
-def hold(states: Iterable[Mapping[str, Any]], weights: Mapping[str, Tensor]) -> bool:
+def memory_of(state: Any) -> set[int]:
+    """The addresses of all tensors in nested lists and dicts, such as a state_dict."""
+    return {leaf.data_ptr() for leaf in tree_leaves(state) if isinstance(leaf, Tensor)}
+
+
+def hold(states: Sequence[Mapping[str, Any]], weights: Mapping[str, Tensor]) -> bool:
     """Whether state_dicts hold each of `weights`: its memory, or equal values of its name."""
-    memory: set[int] = set()
+    memory = memory_of(states)
     named: dict[str, Any] = {}
-    for state in states:
-        memory |= {leaf.data_ptr() for leaf in tree_leaves(state) if isinstance(leaf, Tensor)}
-        named = {name.removeprefix("module."): value for name, value in state.items()} | named
+    for state in reversed(states):  # of two values of one name, the first part's counts
+        named |= {name.removeprefix("module."): value for name, value in state.items()}
 
     def equal(name: str, value: Tensor) -> bool:
         own = named.get(name)

@@ -21,7 +21,6 @@ probability, the most confident mistake first. --sheet adds worst.png, the first
 """
 
 import argparse
-import errno
 import json
 import math
 import os
@@ -60,6 +59,7 @@ from common.launch.ranks import Ranks, resolve
 from common.launch.start import LaunchOptions, launch
 from common.machine import describe_machine
 from common.masking import printable
+from common.output_folder import refuse_closed_to_writing
 from common.parse import given_path
 from common.reading import refuse_closed
 from common.run.begin import device_in_words
@@ -218,12 +218,6 @@ def refuse_output(given: argparse.Namespace, run: Trained, parts: Parts) -> None
                 f"--output {given.output} cannot be made or written ({error.strerror}): "
                 f"{fix(error)}, or choose another --output"
             ) from error
-
-
-def refuse_closed_to_writing(folder: Path) -> None:
-    """Raise PermissionError if this user may not write into a folder."""
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def write_files(

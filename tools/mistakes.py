@@ -24,7 +24,7 @@ from common.errors import InputError
 from common.figure import save_figure
 from common.group.collectives import gather_to_rank_0
 from common.masking import printable
-from common.training.evaluation import Scores, score_classes
+from common.training.evaluation import Scores, score_logits
 from common.writing import write_bytes
 
 SHOWN = 20
@@ -50,13 +50,9 @@ class Answers:
 
     def __call__(self, model: nn.Module, batch: Any) -> Scores:
         """As `score_classes`, and with its errors."""
-        seen: list[Tensor] = []
-        hook = model.register_forward_hook(lambda _model, _inputs, logits: seen.append(logits))
-        try:
-            scores = score_classes(model, batch)
-        finally:
-            hook.remove()
-        logits, labels = seen[0], batch[1]
+        inputs, labels = batch
+        logits = model(inputs)
+        scores = score_logits(logits, labels)
         predicted = logits.argmax(1)
         chances = logits.double().softmax(1).gather(1, predicted[:, None])[:, 0]
         places = [place for _, place in next(self._keys)]

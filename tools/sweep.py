@@ -10,7 +10,7 @@ resumed. A run that fails does not hold up the others; the status is then 1.
 
 At the end there is a table, sorted by the metric of the best epoch, and a figure of all curves
 (sweep.png). --at-once 2 trains two runs side by side, each on its share of the GPUs, or of the CPU
-cores; what they say is then in their folders only.
+cores. What they say is then in their folders; the reason of a failure is shown at the end.
 """
 
 import itertools
@@ -49,6 +49,10 @@ from tools import runs
 from tools.command import Parser, attempt
 from tools.fresh import fresh_environment
 
+INTERRUPTED = 128 + signal.SIGINT
+STOPPED = (STATUS_STOPPED, INTERRUPTED)
+"""Statuses of runs that were asked to end, after which a sweep begins no other."""
+
 
 class Combination(NamedTuple):
     """One run of a sweep."""
@@ -58,7 +62,7 @@ class Combination(NamedTuple):
 
 
 def combinations(over: str, below: Path) -> list[Combination]:
-    """All combinations of the values in `over`, the last option's values next to each other.
+    """All combinations of the values in `over`; the last option's value changes fastest.
 
     Raises:
         InputError: no values, or one value twice.
@@ -134,7 +138,6 @@ class Sweep:
             if self.asked:
                 break
             say(f"run {number + 1} of {len(all_of_them)}: {shlex.join(each.options)}")
-            make_folder(each.folder.parent)
             self._start(number, each)
         while self.running:
             self._wait()
@@ -174,7 +177,7 @@ class Sweep:
             ended = process.returncode = os.waitstatus_to_exitcode(status)
             self.status[number] = ended
             self.free.append(share)
-            if ended in (STATUS_STOPPED, 128 + signal.SIGINT):
+            if ended in STOPPED:
                 self.asked = True
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
@@ -194,7 +197,7 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 def sweep(arguments: Sequence[str]) -> int:
     """Run from a command line; returns the exit status."""
     parser = Parser("sweep", __doc__)
-    parser.add_argument("recipe", help="of which each run is one")
+    parser.add_argument("recipe", help="the recipe that each run trains")
     parser.add_argument("--over", required=True, help='options and values: "--lr 0.1 0.03"')
     parser.add_argument(
         "--output-dir", type=given_path, help="folder of the runs; default: runs/RECIPE/sweep"
@@ -209,10 +212,11 @@ def sweep(arguments: Sequence[str]) -> int:
     for each in found:
         cli.parse(given.recipe, config, [*common, *each.options])
     job = Sweep(given.recipe, common, given.at_once)
+    make_folder(below)
     job.run(found)
     finished = [n for n, status in job.status.items() if status == STATUS_FINISHED]
     for number in sorted(job.status.keys() - set(finished)):
-        if job.status[number] not in (STATUS_STOPPED, 128 + signal.SIGINT):
+        if job.status[number] not in STOPPED:
             why = f": {job.said[number]}" if job.said.get(number) else ""
             say(f"{found[number].folder} ended with status {job.status[number]}{why}")
     if finished:
@@ -223,8 +227,7 @@ def sweep(arguments: Sequence[str]) -> int:
         say(
             f"stopped: {len(finished)} of {len(found)} runs have finished; the same command goes on"
         )
-        interrupted = 128 + signal.SIGINT in job.status.values()
-        return 128 + signal.SIGINT if interrupted else STATUS_STOPPED
+        return INTERRUPTED if INTERRUPTED in job.status.values() else STATUS_STOPPED
     bad_input = {*job.status.values()} == {STATUS_BAD_INPUT}
     return STATUS_BAD_INPUT if bad_input else STATUS_FAILED
 

@@ -42,7 +42,7 @@ class Header:
 
     class_names: list[str]
     train_count: int
-    """The first so many images are in train/, the others in val/. 0: there are no such folders."""
+    """Images in train/, which come first; the others are in val/. 0: there are no such folders."""
     fingerprint: str
     """SHA-256 over every image's relative path and size."""
 

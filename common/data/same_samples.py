@@ -47,12 +47,19 @@ def sample_hashes(data: Data) -> dict[str, str]:
 def _hash(value: Any) -> str:
     digest = hashlib.sha256()
     for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            leaf = leaf.values() if leaf.is_nested else leaf.to_dense()
-            leaf = f"{leaf.dtype} {tuple(leaf.shape)}".encode() + tensor_bytes(leaf)
-        elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
-            leaf = f"{leaf.dtype} {leaf.shape}".encode() + leaf.tobytes()
-        elif isinstance(leaf, np.ndarray | np.generic | str | int | float):
-            leaf = repr(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf).encode()
-        digest.update(leaf if isinstance(leaf, bytes) else type(leaf).__name__.encode())
+        digest.update(_content(leaf))
     return digest.hexdigest()[:8]
+
+
+def _content(leaf: Any) -> bytes:
+    if isinstance(leaf, Tensor):
+        dense = leaf.values() if leaf.is_nested else leaf.to_dense()
+        return f"{leaf.dtype} {tuple(dense.shape)}".encode() + tensor_bytes(dense)
+    if isinstance(leaf, np.ndarray) and leaf.dtype.hasobject:
+        return _hash(leaf.tolist()).encode()
+    if isinstance(leaf, np.ndarray):
+        return f"{leaf.dtype} {leaf.shape}".encode() + leaf.tobytes()
+    if isinstance(leaf, bytes):
+        return leaf
+    known = isinstance(leaf, np.generic | str | int | float)
+    return (repr(leaf) if known else type(leaf).__name__).encode()

@@ -53,7 +53,7 @@ class Samples(Dataset[Any]):
             )
         self.source, self.indices, self.seed, self.collate = source, indices, seed, collate
         self.classes = 0
-        """If there are any, the second tensor of a batch (inputs, labels) holds their numbers."""
+        """Number of classes, if the labels of a batch (inputs, labels) are classes; else 0."""
         self._drawn_for, self._draws = -1, np.zeros(0, np.uint64)
 
     def __len__(self) -> int:

@@ -7,7 +7,13 @@ from typing import IO
 
 from common import restart
 from common.errors import InputError
-from common.output_folder import make_folder, new_folder, not_writable, refuse_root
+from common.output_folder import (
+    make_folder,
+    new_folder,
+    not_writable,
+    refuse_closed_to_writing,
+    refuse_root,
+)
 from common.owner import lock, refuse_owned
 from common.reading import read_json
 
@@ -74,8 +80,7 @@ def refuse_unwritable(folder: Path) -> None:
             place = place.parent
         if not place.is_dir():
             raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        refuse_closed_to_writing(place)
         if place == folder.absolute():
             _refuse_foreign(folder)
             refuse_owned(folder)

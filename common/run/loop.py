@@ -100,8 +100,8 @@ class Loop:
         loss_sum = torch.zeros((), dtype=torch.float64, device=run.devices[0])
         sizes = () if self.plan.even else self.plan.sizes
         samples = sample_hashes(self.data)
-        self.state = TrainingState(parts, loss_sum, self._mesh, sizes, samples=samples)
-        state = self.state
+        state = TrainingState(parts, loss_sum, self._mesh, sizes, samples=samples)
+        self.state = state
         run.refuse_another_run()
         where = run.options.resume
         if where == "never" and restart.reached().step:  # the run began, as it should
@@ -317,7 +317,7 @@ class Loop:
         """
         run, state = self.run, self.state
         if not isinstance(result, Evaluation) or not callable(state_dict):
-            given = f"({type(result).__name__}, {type(state_dict).__name__})"
+            given = f"{type(result).__name__} and {type(state_dict).__name__}"
             self._refuse(
                 "after_epoch", f"what evaluate() returned and model.state_dict, not {given}"
             )
@@ -355,13 +355,14 @@ class Loop:
         if run.options.epoch_weights and run.ranks.is_main:
             save_weights(weights, run.folder / "weights" / f"epoch_{state.epoch:04d}.pt")
         self._speed.resume()
-        if run.options.patience and not state.best:
-            raise TrainingError(
-                "--patience needs a metric that chooses the best epoch: give --best-by one of "
-                f"{', '.join(self._metrics)}, and the same --output-dir"
-            )
-        if state.best and epoch - state.best["epochs"] >= (run.options.patience or math.inf):
-            self._early = f"no improvement since epoch {state.best['epochs']}"
+        if run.options.patience:
+            if not state.best:
+                raise TrainingError(
+                    "--patience needs a metric that chooses the best epoch: give --best-by one of "
+                    f"{', '.join(self._metrics)}, and the same --output-dir"
+                )
+            if epoch - state.best["epochs"] >= run.options.patience:
+                self._early = f"no improvement since epoch {state.best['epochs']}"
         if self.steps_left:
             if self._stop.after(state.step, at_once=True):
                 self._leave()
@@ -373,10 +374,9 @@ class Loop:
 
     def _of_model(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """The weights by the model's own names; a warning if a resumed run may not have them."""
-        parts = self.state.parts
-        weights = unwrapped(weights, parts["model"].state_dict())
-        states = (part.state_dict() for part in parts.values())
-        if self._mesh is None and not self._warned and not hold(states, weights):
+        states = {name: part.state_dict() for name, part in self.state.parts.items()}
+        weights = unwrapped(weights, states["model"])
+        if self._mesh is None and not self._warned and not hold([*states.values()], weights):
             self._warned = True
             log.warning(
                 "perhaps no snapshot has these weights, and a resumed run would make others: give "

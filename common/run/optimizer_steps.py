@@ -12,11 +12,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_leaves
 
 from common import log
 from common.errors import TrainingError
 from common.replicas import fingerprint
+from common.weights import memory_of
 
 _hooks: list[Any] = []
 """Of the run that began last in this process."""
@@ -76,7 +76,7 @@ class OptimizerSteps:
         model = self._parts["model"]
         if not self._whole or not isinstance(model, nn.Module):
             return {}
-        saved = {v.data_ptr() for v in tree_leaves(model.state_dict()) if isinstance(v, Tensor)}
+        saved = memory_of(model.state_dict())
         buffers = [(k, v) for k, v in model.named_buffers() if v.data_ptr() not in saved]
         return {name: int(fingerprint(value)) for name, value in buffers}
 
@@ -155,8 +155,7 @@ class OptimizerSteps:
         return self._not_saved(gradients) if self._whole else ""
 
     def _not_saved(self, gradients: Mapping[Tensor, bool]) -> str:
-        states = [part.state_dict() for part in self._parts.values()]
-        saved = {leaf.data_ptr() for leaf in tree_leaves(states) if isinstance(leaf, Tensor)}
+        saved = memory_of([part.state_dict() for part in self._parts.values()])
         names = {value: name for name, value in self._begun.items()}
         for optimizer in self._known:
             for value in _held([optimizer]):

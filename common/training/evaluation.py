@@ -47,8 +47,11 @@ def score_classes(model: nn.Module, batch: Any) -> Scores:
     """
     inputs, labels = batch
     logits = model(inputs)
-    if logits is None:  # of a pipeline's last stage only
-        return None
+    return None if logits is None else score_logits(logits, labels)  # a pipeline's stage has none
+
+
+def score_logits(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """As `score_classes`, of logits (samples, classes) and labels (samples,)."""
     labels, classes = labels.to(logits.device), logits.shape[1]
     _refuse_other_labels(labels, classes)
     losses = nn.functional.cross_entropy(logits.double(), labels, reduction="none")
@@ -122,7 +125,7 @@ def evaluate(
     on_all = int(gather_numbers(torch.tensor(float(own or 0))).min()) if stop else 0
     for number, batch in enumerate(batches, 1):
         scores = score(model, batch)
-        _refuse_no_scores(scores)
+        _refuse_other_kinds(scores)
         if scores:
             if not names:
                 names = list(scores)
@@ -165,13 +168,13 @@ def evaluate(
     return Evaluation(means, total, round(math.fsum(columns["accuracy"])) if whole else None)
 
 
-def _refuse_no_scores(scores: Any) -> None:
-    if isinstance(scores, Mapping) and all(isinstance(v, Tensor) for v in scores.values()):
-        return
+def _refuse_other_kinds(scores: Any) -> None:
+    found = type(scores).__name__
+    if isinstance(scores, Mapping):
+        if all(isinstance(value, Tensor) for value in scores.values()):
+            return
+        found = ", ".join(f"{name!r}: {type(value).__name__}" for name, value in scores.items())
     if scores is not None:
-        found = type(scores).__name__
-        if isinstance(scores, Mapping):
-            found = ", ".join(f"{name!r}: {type(value).__name__}" for name, value in scores.items())
         raise TrainingError(
             f"score gave {found}: it must give a dict of tensors, with one number for each sample "
             "under each metric's name"
