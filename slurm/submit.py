@@ -5,6 +5,7 @@
     print(job.task(0).result()["val_accuracy"])
 
     python slurm/submit.py ddp_launch --nodes 2 --gpus-per-node 4 --partition gpu -- --epochs 3
+    python slurm/submit.py ddp_launch --over "--lr 0.1 0.03 --seed 0 1" --gpus-per-node 1
     python slurm/submit.py ddp_launch --local --ntasks-per-node 2 -- --epochs 3
 
 The recipe's options are checked before anything is queued. Use it if a program submits the jobs
@@ -38,6 +39,7 @@ from common.errors import STATUS_BAD_INPUT, STATUS_STOPPED, InputError
 from common.launch.process import end_process
 from common.parse import input_errors
 from recipes import __main__ as front_door
+from tools.sweep import combinations
 
 MAX_RESTARTS = 3
 """How often in a row a job may restart without a new snapshot."""
@@ -332,6 +334,8 @@ class _Command(Request):
     The recipe's options follow after a --, and those of a second job after one more --.
     """
 
+    over: str | None = None
+    """Submit an array, a job for each combination of values: "--lr 0.1 0.03 --seed 0 1"."""
     follow: tyro.conf.FlagCreatePairsOff[bool] = False
     """Show rank 0's log until the end."""
 
@@ -347,6 +351,9 @@ def parse(arguments: Sequence[str]) -> tuple[str, _Command, dict[str, str | bool
     recipe, *own = words[0] or ["--help"]
     if recipe.startswith("-"):
         own = [recipe, *own]
+    if "--over" in own[:-1]:  # its value begins like an option
+        at = own.index("--over")
+        own[at : at + 2] = [f"--over={own[at + 1]}"]
     known = [f"--{option.name.replace('_', '-')}" for option in fields(_Command)]
     with input_errors(known):
         command, others = tyro.cli(
@@ -361,7 +368,12 @@ def parse(arguments: Sequence[str]) -> tuple[str, _Command, dict[str, str | bool
             raise InputError(f"{word}: the recipe's options go after a --. --help lists the others")
         else:
             sbatch[[*sbatch][-1]] = word
-    return recipe, command, sbatch, words[1:] or [[]]
+    options = words[1:] or [[]]
+    if command.over is not None:
+        if len(options) > 1:
+            raise InputError("--over makes the jobs: give one -- OPTIONS, which all of them get")
+        options = [[*options[0], *job.options] for job in combinations(command.over, Path())]
+    return recipe, command, sbatch, options
 
 
 def main() -> int:

@@ -111,6 +111,8 @@ class Data:
     """An image's shorter side, or both, before its middle is cut out [px]; empty: no images."""
     held_out: Sequence[str] = ()
     """imagefolder and packed: the files to validate on, by their path in the folder."""
+    labels: Sequence[int] | NDArray[Any] = ()
+    """Classes of the training samples, in their order; only --class-weights needs them."""
 
     def __post_init__(self) -> None:
         for part, samples in (("train", self.train), ("val", self.val)):
@@ -226,7 +228,8 @@ def _in_memory(
     val = ArraySamples([images, labels], order[cut:], seed)
     channels, side, _ = images[0].shape
     normal, names = ([mean] * channels, [std] * channels), [str(n) for n in range(10)]
-    return Data(train, val, train.digest(), names, channels, side, *normal, [side, side])
+    sizes = channels, side, *normal, [side, side]
+    return Data(train, val, train.digest(), names, *sizes, labels=labels[list(order[:cut])].numpy())
 
 
 class ArraySamples(Samples):
@@ -287,9 +290,9 @@ def torchvision_data(options: DataOptions, seed: int) -> Data:
     digest = hashlib.sha256()
     for part in (train, val):
         digest.update(np.asarray(part.data).tobytes() + np.asarray(part.targets).tobytes())
+    labels, names, sizes = train.targets, train.classes, (len(mean), side, mean, std, [side, side])
     train, val = (Samples(part, range(len(part)), seed) for part in (train, val))
-    names, size = train.source.classes, [side, side]
-    return Data(train, val, digest.hexdigest(), names, len(mean), side, mean, std, size)
+    return Data(train, val, digest.hexdigest(), names, *sizes, labels=labels)
 
 
 def _refuse_closed_files(options: DataOptions) -> None:
@@ -357,5 +360,5 @@ def _photos(
         for part, crop in zip(parts, (training_crop, decode.center_crop), strict=True)
     )
     held_out = Texts(listing.names.joined, listing.names.ends, parts[1])
-    names = listing.class_names
-    return Data(train, val, sha256, names, 3, side, *normal, resize, held_out=held_out)
+    more: Any = {"held_out": held_out, "labels": listing.labels[parts[0]]}
+    return Data(train, val, sha256, listing.class_names, 3, side, *normal, resize, **more)

@@ -5,6 +5,7 @@ Nothing here knows where the data come from or what a run leaves.
 
 from common.training.ddp import ParallelOptions, synchronize_batch_norm, warm_up
 from common.training.evaluation import evaluate
+from common.training.losses import LossOptions, class_weights
 from common.training.models import ModelOptions, build_model, move
 from common.training.optimizer import (
     Default,
@@ -16,11 +17,13 @@ from common.training.optimizer import (
 
 __all__ = [
     "Default",
+    "LossOptions",
     "ModelOptions",
     "OptimizerOptions",
     "ParallelOptions",
     "ScheduleOptions",
     "build_model",
+    "class_weights",
     "evaluate",
     "make_optimizer",
     "move",

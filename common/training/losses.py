@@ -1,11 +1,67 @@
-"""Does each sample have its own loss? Shapes show most of what is wrong in silence."""
+"""What each sample weighs in the loss; and does each sample have its own loss?"""
 
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
 from torch import Tensor
 
 from common import log
-from common.errors import TrainingError
+from common.errors import InputError, TrainingError
 
 _PAGE = "docs/bring-your-own.md, The loss"
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """The loss of training; evaluation always takes the plain cross-entropy."""
+
+    class_weights: Literal["balanced"] | None = None
+    """Weight of a sample's loss, by its class. balanced: rare classes weigh more, in proportion to
+    1 / their samples; the mean over all samples is 1."""
+    label_smoothing: float = 0.0
+    """Share of each label that is spread over all classes."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(
+                f"--label-smoothing must be from 0 to below 1, got {self.label_smoothing}"
+            )
+
+
+def class_weights(options: LossOptions, data: Any) -> Tensor | None:
+    """Weights of the classes in the loss (classes,); None: all are 1.
+
+    A loss is still divided by the number of samples, not by the sum of their weights, as
+    `cross_entropy` does with a mean: that sum is another in each micro-batch and on each rank.
+
+    Args:
+        options: ask for weights, or not.
+        data: `common.data.datasets.Data`, with `labels`.
+
+    Raises:
+        InputError: the data has no labels, or a class without training samples.
+    """
+    if options.class_weights is None:
+        return None
+    labels, names = np.asarray(data.labels), data.class_names
+    if len(labels) != len(data.train):
+        raise InputError(
+            f"--class-weights needs Data(labels=...), the class of each of {len(data.train)} "
+            f"training samples: got {len(labels)}"
+        )
+    counts = np.bincount(labels, minlength=len(names))
+    if not counts.all():
+        raise InputError(f"--class-weights: no training sample of class {names[counts.argmin()]}")
+    weights = counts.sum() / (len(counts) * counts)
+    shown = [
+        f"{names[n]} {weights[n]:.3g} ({counts[n]} samples)"
+        for n in np.argsort(counts, kind="stable")  # the rarest class first
+    ]
+    shown = shown if len(shown) <= 10 else [*shown[:5], "...", *shown[-5:]]
+    log.info(f"class weights: {', '.join(shown)}")
+    return torch.from_numpy(weights)
 
 
 def refuse_other_losses(losses: Tensor, batch_size: int, *, even: bool = True) -> None:

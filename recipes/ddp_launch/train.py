@@ -22,7 +22,7 @@ if not __package__:  # started as a file: the repository is not on the path yet
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn import CrossEntropyLoss
 from torch.nn.parallel import DistributedDataParallel
 
 from common import cli
@@ -41,9 +41,11 @@ from common.run import (
 )
 from common.seeds import mixed_precision
 from common.training import (
+    LossOptions,
     ModelOptions,
     OptimizerOptions,
     ParallelOptions,
+    class_weights,
     evaluate,
     make_optimizer,
     set_lr,
@@ -60,6 +62,7 @@ class Config:
     run: RunOptions = field(default_factory=RunOptions)
     data: DataOptions = field(default_factory=DataOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
+    loss: LossOptions = field(default_factory=LossOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
@@ -87,6 +90,11 @@ def train(config: Config, ranks: Ranks) -> None:
 
         # model
         model = make_model(run, config.model, data, dtype, download=config.data.download)
+        loss_function = CrossEntropyLoss(
+            class_weights(config.loss, data),
+            reduction="none",  # one loss per sample
+            label_smoothing=config.loss.label_smoothing,
+        ).to(device, dtype)
 
         # parallelise
         model = synchronize_batch_norm(model, device) if parallel.sync_bn else model
@@ -115,7 +123,7 @@ def train(config: Config, ranks: Ranks) -> None:
                 losses = []
                 for images, labels in micro_batches.of(batch):  # DDP sends with the last one
                     with autocast:
-                        losses.append(cross_entropy(ddp(images), labels, reduction="none"))
+                        losses.append(loss_function(ddp(images), labels))
                     loss = losses[-1].sum() / plan.loss_divisor  # DDP averages to the batch mean
                     scaler.scale(loss).backward()
                 if options.clip_grad_norm:

@@ -475,13 +475,14 @@ def train_with_loss(ranks: Ranks, folder: Path, kind: str) -> None:
     """ddp_launch with the losses of one sample only in the second step, or of all pairs."""
     steps = itertools.count(1)
 
-    def loss(outputs: Tensor, labels: Tensor, reduction: str) -> Tensor:
-        if kind == "all pairs":  # (samples, 1) and (samples,)
-            return mse_loss(outputs[:, :1], labels.float(), reduction=reduction).mean(1)
-        losses = cross_entropy(outputs, labels, reduction=reduction)
-        return losses[:1] if next(steps) == 2 else losses
+    class Loss(nn.CrossEntropyLoss):
+        def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
+            if kind == "all pairs":  # (samples, 1) and (samples,)
+                return mse_loss(outputs[:, :1], labels.float(), reduction="none").mean(1)
+            losses = super().forward(outputs, labels)
+            return losses[:1] if next(steps) == 2 else losses
 
-    with patch.object(ddp_launch, "cross_entropy", loss):
+    with patch.object(ddp_launch, "CrossEntropyLoss", Loss):
         run_training(ranks, folder, {})
 
 

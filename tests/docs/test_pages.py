@@ -59,6 +59,7 @@ ELSEWHERE = {
     r"srun .*tar ": "test_data_on_each_nodes_disk",
     r"bash slurm/train.sbatch": "test_data_on_each_nodes_disk",
     r"srun ": "test_ranks_and_devices_of_every_kind_of_step",
+    r"\S*python slurm/submit.py .*--over": "test_a_sweep_is_an_array",
     r"\S*python slurm/submit.py": "test_submitit_follows_a_job_that_goes_on",
     r"make image-run": "test_make_image_run_says_what_it_ran",
     r"make image$|make image &&": "test_the_weights_of_make_run",

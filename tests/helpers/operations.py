@@ -93,6 +93,11 @@ def _layers() -> Iterator[tuple[str, Function, list[Tensor]]]:
         [numbers(2, 3, 33, 16)],
     )
     yield "cross_entropy", lambda x: F.cross_entropy(x, torch.arange(9)), [numbers(9, 50)]
+    yield (
+        "cross_entropy, weights and smoothing",
+        lambda x: F.cross_entropy(x, torch.arange(9), x[0].detach() ** 2, label_smoothing=0.1),
+        [numbers(9, 50)],
+    )
     yield "mse_loss", lambda x: F.mse_loss(x, x.detach().flip(0)), [numbers(999)]
     yield (
         "binary_cross_entropy_with_logits",

@@ -18,6 +18,7 @@ from common.launch.ranks import Ranks
 from common.run import parts
 from common.run.options import RunOptions
 from common.training.ddp import ParallelOptions
+from common.training.losses import LossOptions
 from common.training.models import ModelOptions
 from common.training.optimizer import OptimizerOptions
 from recipes.ddp_launch.train import Config, train
@@ -61,6 +62,7 @@ def run_training(ranks: Ranks, folder: Path, options: dict[str, dict[str, Any]])
         run=RunOptions(output_dir=folder, **options.get("run", {})),
         data=DataOptions(**options.get("data", {})),
         model=ModelOptions(**options.get("model", {})),
+        loss=LossOptions(**options.get("loss", {})),
         optimizer=OptimizerOptions(**options.get("optimizer", {})),
         parallel=ParallelOptions(**options.get("parallel", {})),
     )

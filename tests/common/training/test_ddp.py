@@ -229,6 +229,7 @@ def test_one_two_and_three_ranks_train_alike(pool: Pool, tmp_path: Path) -> None
             world,
             tmp_path / str(world),
             run={"precision": "fp64", "log_every": 1},
+            loss={"class_weights": "balanced"},
             optimizer={"epochs": 2, "lr": 0.05},
         )
         for world in (1, 2, 3)

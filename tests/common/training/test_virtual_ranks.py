@@ -26,9 +26,10 @@ from tests.helpers.pool import PATIENCE_S, Pool, in_group
 from tests.helpers.training import run_training, train_model, training
 from tools import reproduce
 
-# BatchNorm, dropout, momentum and augmentation: all that could tell one slicing from another.
+# BatchNorm, dropout, class weights, momentum and augmentation: all that tells slicings apart.
 TRICKY: dict[str, dict[str, Any]] = {
     "model": {"norm": "batch", "dropout": 0.3},
+    "loss": {"class_weights": "balanced", "label_smoothing": 0.1},
     "optimizer": {"epochs": 3},
     "parallel": {"virtual_ranks": 4},
 }

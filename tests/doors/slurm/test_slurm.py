@@ -321,6 +321,19 @@ def test_submitit_here_and_now(submit: Submitter) -> None:
     assert (run / "summary.json").exists()
 
 
+def test_a_sweep_is_an_array(submit: Submitter) -> None:
+    asked = "--tasks-per-node 1 --mem 1000 --over".split()
+    sent = submit_py(submit, *asked, "--lr 0.05 0.1 --seed 0 1", "--", "--max-steps", "1")
+    said, errors = sent.communicate(timeout=PATIENCE_S)
+    jobs = submitted(submit, said)
+    assert len(jobs) == 4, errors
+    for job in jobs:
+        job.result.assert_ok()
+    configs = [json.loads((job.run / "config.json").read_text()) for job in jobs]
+    options = [(config["lr"], config["seed"], config["max_steps"]) for config in configs]
+    assert options == [(0.05, 0, 1), (0.05, 1, 1), (0.1, 0, 1), (0.1, 1, 1)]
+
+
 REFUSED_AT_SUBMISSION = {
     "--nodes two": "--nodes: invalid literal",
     "--gpus-per-node=2 --tasks-per-node=1": "one rank per GPU is needed",
@@ -332,6 +345,9 @@ REFUSED_AT_SUBMISSION = {
     "--local --partition high": "no option of sbatch (partition)",
     "-- --lr -1": "--lr must be positive",
     "-- --output-dir=x -- --output-dir=x": "would share --output-dir x",
+    "--over '--lr 0.1 x'": "--lr: could not convert",
+    "--over '--lr 0.1 1' -- --seed 1 -- --seed 2": "give one -- OPTIONS, which all of them get",
+    "--over '--lr 0.1 1' -- --output-dir=x": "would share --output-dir x",
 }
 
 
@@ -340,7 +356,7 @@ def test_wrong_at_submission(
 ) -> None:
     submit_main = import_module("slurm.submit").main
     for words, says in REFUSED_AT_SUBMISSION.items():
-        monkeypatch.setattr(sys, "argv", ["submit.py", "ddp_launch", *words.split()])
+        monkeypatch.setattr(sys, "argv", ["submit.py", "ddp_launch", *shlex.split(words)])
         assert submit_main() == 2, words
         (error,) = re.findall("(?m)^error: .*$", capsys.readouterr().err)
         assert says in error
