@@ -32,6 +32,6 @@ if __name__ == "__main__":
     if names:
         packages = f"package{'s' * (len(names) > 1)} {', '.join(names)}"
         sys.exit(
-            f"error: {sys.executable} has no {packages}: leave out PYTHON, and make installs all "
-            "packages; or install them, or give another PYTHON"
+            f"error: {sys.executable} has no {packages}: install them ({sys.executable} -m pip "
+            f"install {' '.join(names)}); or leave out PYTHON, and make installs all in .venv"
         )

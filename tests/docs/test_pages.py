@@ -30,7 +30,7 @@ PAGES = sorted(ROOT / name for name in FILES if name.endswith(".md"))
 FOR_USERS = [page for page in PAGES if page.name != "CONTRIBUTING.md"]
 
 _PROGRAMS = "make|python|torchrun|srun|sbatch|docker|mkdir|cp|bash"  # not `git clone URL`
-_COMMAND = re.compile(rf"(?:\w+\$ |\$ )?((?:[A-Z_]+=\S+ )*(?:\S*/)?(?:{_PROGRAMS}) .*)")
+_COMMAND = re.compile(rf"(?:\w+\$ |\$ |!)?((?:[A-Z_]+=\S+ )*(?:\S*/)?(?:{_PROGRAMS}) .*)")
 
 
 def commands() -> list[tuple[str, str]]:
@@ -54,7 +54,6 @@ ELSEWHERE = {
     r"make bench": "test_the_command_measures",
     r"make run .*NNODES=|torchrun --nnodes": "test_by_hand_and_by_torchrun",
     r"make slurm-check": "test_make_slurm_check",
-    r"sbatch .*--wrap": "test_an_array_over_seeds_on_one_node_shares_no_port",
     r"sbatch .*torchrun.sbatch|sbatch .*train.sbatch": "test_two_nodes_with_two_ranks_each",
     r"srun .*tar ": "test_data_on_each_nodes_disk",
     r"bash slurm/train.sbatch": "test_data_on_each_nodes_disk",

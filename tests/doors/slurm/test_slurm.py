@@ -677,7 +677,7 @@ def go_on_together(submit: Submitter, jobs: Sequence[Job], runs: Sequence[Path])
 
 
 def test_an_array_over_seeds_on_one_node_shares_no_port(submit: Submitter) -> None:
-    """As the README says it, each in a folder that its number names."""
+    """Each in a folder that its number names."""
     options = f"{' '.join(FOR_EVER)} --seed $SLURM_ARRAY_TASK_ID"
     options += f" --output-dir {submit.folder}/arr_$SLURM_ARRAY_TASK_ID"
     array = submit.cluster.run(
