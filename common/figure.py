@@ -1,5 +1,6 @@
 """Figures. Where none can be drawn there is a warning: no run fails because of a figure."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ def save_figure(path: Path, plot: Callable[..., None], panels: int = 1) -> None:
         plot: draws; called with one matplotlib Axes per panel.
         panels: side by side.
     """
+    os.environ["MPLBACKEND"] = "Agg"  # a notebook's own may need a package that is not here
     try:
         import matplotlib
     except ImportError:

@@ -191,7 +191,7 @@ def test_real_runs_through_the_command_line(recipe: Recipe, tmp_path: Path) -> N
 
 
 def test_a_figure_of_the_metrics_by_epoch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [
         {"step": 10, "epoch": 0, "loss": 2.0},
@@ -219,9 +219,10 @@ def test_a_figure_of_the_metrics_by_epoch(
     }
     assert by_epoch(look(none)) == {}
     figure = tmp_path / "curves.png"
-    assert main([str(tmp_path / "runs"), str(none.parent), "--figure", str(figure)]) == 0
+    asked = ("runs", tmp_path / "runs", none.parent, "--figure", figure)
+    in_a_notebook = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    assert recipe.module(*asked, env=in_a_notebook).assert_ok().stdout == f"{figure}\n"
     assert figure.read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out == f"{figure}\n"
     (none / "metrics.jsonl").write_bytes(b"\xff\xfe")
     assert main([str(none.parent), "--figure", str(figure)]) == 2
     assert "none of these runs has finished an epoch" in capsys.readouterr().err
