@@ -1,6 +1,7 @@
 # Launches things; knows nothing else. `make` lists the targets and these variables:
 #: RECIPE=NAME             the recipe (run, sweep, new, image-run, bench); without it, make run lists all recipes
 #: ARGS="..."              more options for the program that the target starts; ARGS=--help lists them
+#: FROM=images             begin with an example: images or text (new)
 #: OVER="--lr 0.1 0.03"    options and values, of which each combination is a run (sweep)
 #: NPROC=N                 processes on this machine (run, sweep, image-run, evaluate, doctor)
 #: NNODES= NODE_RANK= MASTER_ADDR= MASTER_PORT=    several hosts (run, image-run): docs/several-hosts.md
@@ -82,15 +83,20 @@ evaluate: need-run $(INSTALLED) ## Evaluate a finished run again, or on other ph
 export: need-run need-to $(INSTALLED) ## Write the model for other programs, and check it: make export RUN=... TO=model.pt2
 	@$(PYTHON) -m recipes export $(RUN) $(TO) $(ARGS)
 
-new: ## Begin a recipe of your own, as a copy of ddp_launch: make new RECIPE=NAME (docs/bring-your-own.md)
+new: ## Begin a recipe of your own, as a copy of ddp_launch: make new RECIPE=NAME [FROM=images|text] (docs/bring-your-own.md)
 	@expr "$(RECIPE)" : '[a-z][a-z0-9_]*$$' >/dev/null || \
 		{ echo "error: RECIPE=$(RECIPE) is no name: give small letters, digits and _" >&2; exit 2; }
 	@test ! -e tools/$(RECIPE).py && python3 -c 'import keyword; exit(keyword.iskeyword("$(RECIPE)"))' || \
 		{ echo "error: RECIPE=$(RECIPE) is a tool of this project or a word of Python: give another" >&2; exit 2; }
+	@case '$(FROM)' in ''|images|text) ;; *) echo "error: FROM=$(FROM): give images or text" >&2; exit 2;; esac
 	@mkdir recipes/$(RECIPE) 2>/dev/null || { echo "error: recipes/$(RECIPE) exists: give another RECIPE" >&2; exit 2; }
 	@for file in __init__ train; do \
 		sed 's/ddp_launch/$(RECIPE)/g' recipes/ddp_launch/$$file.py >recipes/$(RECIPE)/$$file.py; done
 	@sed -i '1s/.*/"""A copy of ddp_launch, yours to change: say here what it trains./' recipes/$(RECIPE)/train.py
+ifdef FROM
+	@cp docs/bring-your-own/$(FROM)_yours.py recipes/$(RECIPE)/yours.py
+	@sed 's|recipes\([/.]\)mine|recipes\1$(RECIPE)|' docs/bring-your-own/$(FROM)_train.diff | git apply
+endif
 	@echo "recipes/$(RECIPE)/train.py is yours to change: docs/bring-your-own.md shows how"
 
 pack: $(INSTALLED) ## Pack photos into a few large files: make pack DATA=photos OUT=photos.packed [ARGS=--help]

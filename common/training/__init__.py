@@ -5,7 +5,7 @@ Nothing here knows where the data come from or what a run leaves.
 
 from common.training.ddp import ParallelOptions, synchronize_batch_norm, warm_up
 from common.training.evaluation import evaluate
-from common.training.losses import LossOptions, class_weights
+from common.training.losses import LossOptions, cross_entropy_of_samples
 from common.training.models import ModelOptions, build_model, move
 from common.training.optimizer import (
     Default,
@@ -23,7 +23,7 @@ __all__ = [
     "ParallelOptions",
     "ScheduleOptions",
     "build_model",
-    "class_weights",
+    "cross_entropy_of_samples",
     "evaluate",
     "make_optimizer",
     "move",

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common import log
 from common.errors import InputError, TrainingError
@@ -30,21 +30,25 @@ class LossOptions:
             )
 
 
-def class_weights(options: LossOptions, data: Any) -> Tensor | None:
-    """Weights of the classes in the loss (classes,); None: all are 1.
+def cross_entropy_of_samples(options: LossOptions, data: Any) -> nn.CrossEntropyLoss:
+    """The loss of each sample, from logits (samples, classes) and labels (samples,).
 
-    A loss is still divided by the number of samples, not by the sum of their weights, as
-    `cross_entropy` does with a mean: that sum is another in each micro-batch and on each rank.
+    Divide its sum by the number of samples, not by the sum of their weights, as torch's mean does:
+    that sum is another in each micro-batch and on each rank.
 
     Args:
-        options: ask for weights, or not.
-        data: `common.data.datasets.Data`, with `labels`.
+        options: weights of the classes, and label smoothing.
+        data: `common.data.datasets.Data`; weights need its `labels`.
 
     Raises:
         InputError: the data has no labels, or a class without training samples.
     """
-    if options.class_weights is None:
-        return None
+    weights = _balanced(data) if options.class_weights else None
+    return nn.CrossEntropyLoss(weights, reduction="none", label_smoothing=options.label_smoothing)
+
+
+def _balanced(data: Any) -> Tensor:
+    """Weights of the classes (classes,), as scikit-learn's `compute_class_weight("balanced")`."""
     labels, names = np.asarray(data.labels), data.class_names
     if len(labels) != len(data.train):
         raise InputError(

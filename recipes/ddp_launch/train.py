@@ -22,7 +22,6 @@ if not __package__:  # started as a file: the repository is not on the path yet
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from torch.nn import CrossEntropyLoss
 from torch.nn.parallel import DistributedDataParallel
 
 from common import cli
@@ -45,7 +44,7 @@ from common.training import (
     ModelOptions,
     OptimizerOptions,
     ParallelOptions,
-    class_weights,
+    cross_entropy_of_samples,
     evaluate,
     make_optimizer,
     set_lr,
@@ -90,11 +89,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
         # model
         model = make_model(run, config.model, data, dtype, download=config.data.download)
-        loss_function = CrossEntropyLoss(
-            class_weights(config.loss, data),
-            reduction="none",  # one loss per sample
-            label_smoothing=config.loss.label_smoothing,
-        ).to(device, dtype)
+        loss_function = cross_entropy_of_samples(config.loss, data).to(device, dtype)
 
         # parallelise
         model = synchronize_batch_norm(model, device) if parallel.sync_bn else model

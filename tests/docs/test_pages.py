@@ -105,7 +105,7 @@ def test_options_on_pages_are_known(page: str, command: str) -> None:
         assert target in targets, page
     if found := recipe_and_options(command):
         name, options = found
-        if name != "mine" and "--help" not in options:
+        if name in recipes() and "--help" not in options:
             config = importlib.import_module(f"recipes.{name}.train").Config
             parse(name, config, options)
 
@@ -138,8 +138,6 @@ def smaller(command: str, clone: Path) -> str:
     """The command with this interpreter, on small data that are there, and for two steps."""
     python = shlex.quote(sys.executable)
     text = re.sub(r"^(\.venv/bin/)?python ", f"{python} ", command)
-    if text.startswith("cp docs/bring-your-own/"):  # each example begins with a new copy
-        text = f"rm -r recipes/mine && make new RECIPE=mine && {text}"
     text = re.sub(r"^torchrun ", f"{python} -m torch.distributed.run ", text)
     text = text.replace("runs/ddp_launch/.../model.pt", "runs/digits/model.pt")
     text = re.sub(r"runs/ddp_launch/RUN|\bRUN(?!=)", "runs/photos", text)

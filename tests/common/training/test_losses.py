@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from common.data.datasets import DataOptions, digits_data, load_data
 from common.errors import InputError
 from common.launch.ranks import Ranks
-from common.training import LossOptions, ModelOptions, build_model, class_weights
+from common.training import LossOptions, ModelOptions, build_model, cross_entropy_of_samples
 from tests.helpers.images import flowers, photo, small_fashion_mnist
 from tests.helpers.pool import Pool, call_main, in_group
 from tests.helpers.training import training
@@ -25,18 +25,18 @@ BALANCED = LossOptions(class_weights="balanced")
 def test_weights_are_scikit_learns() -> None:
     labels = np.random.default_rng(0).choice(4, 500, p=[0.7, 0.2, 0.06, 0.04])
     data = SimpleNamespace(labels=labels, train=labels, class_names=["a", "b", "c", "d"])
-    weights = class_weights(BALANCED, data)
+    weights = cross_entropy_of_samples(BALANCED, data).weight
     assert weights is not None
     expected = compute_class_weight("balanced", classes=np.arange(4), y=labels)
     assert weights.tolist() == pytest.approx(expected.tolist(), rel=1e-15)
     assert float(weights[labels].mean()) == pytest.approx(1, rel=1e-12)
-    assert class_weights(LossOptions(), data) is None
+    assert cross_entropy_of_samples(LossOptions(), data).weight is None
     data.class_names = ["a", "b", "c", "d", "none"]
     with pytest.raises(InputError, match="no training sample of class none"):
-        class_weights(BALANCED, data)
+        cross_entropy_of_samples(BALANCED, data)
     data.labels = ()
     with pytest.raises(InputError, match=r"needs Data\(labels=...\).* each of 500 .* got 0"):
-        class_weights(BALANCED, data)
+        cross_entropy_of_samples(BALANCED, data)
     with pytest.raises(ValueError, match="--label-smoothing must be from 0 to below 1, got 1"):
         LossOptions(label_smoothing=1.0)
 
