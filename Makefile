@@ -218,8 +218,12 @@ slurm-check: $(INSTALLED) ## Check a Slurm site before a long run: directives, n
 
 ## Housekeeping
 
+# A link of the user's leads out of this folder: what is there is not ours to change.
+OURS = case "$$(readlink $(VENV))" in */*) echo "error: $(VENV) is a link to $$(readlink $(VENV)), which has not \
+	the packages of $(1): remove the link, or give PYTHON=$(VENV)/bin/python" >&2; exit 2;; esac
+
 venv: ## Make or renew the Python environment (other targets do this by themselves)
-	@cmp -s $(LOCK) $(VENV)/lock.txt || { set -e; \
+	@cmp -s $(LOCK) $(VENV)/lock.txt || { set -e; $(call OURS,$(LOCK)); \
 	test "$$(uname -s)" != Darwin || { echo "error: this is macOS, and the recipes need Linux: use the container \
 	(docker/README.md)" >&2; exit 2; }; \
 	test -f $(LOCK) || { echo "error: no stack $(STACK): STACK is one of $(STACKS)" >&2; exit 2; }; \
@@ -240,7 +244,7 @@ packages packages-dev packages-peers:
 	@$(PYTHON) tools/packages.py $(patsubst packages-%,%,$(filter-out packages,$@))
 
 venv-dev venv-peers: venv-%: venv
-	@cmp -s docker/stacks/$*.txt $(VENV)/lock-$*.txt || { set -e; \
+	@cmp -s docker/stacks/$*.txt $(VENV)/lock-$*.txt || { set -e; $(call OURS,docker/stacks/$*.txt); \
 	echo "adding docker/stacks/$*.txt to $(VENV)"; \
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check --require-hashes \
 		-r $(LOCK) -r docker/stacks/$*.txt; \

@@ -18,12 +18,16 @@ FLOWER_PHOTOS_MD5 = "6f87fb78e9cc9ab41eff2015b380011d"
 
 
 @contextmanager
-def downloading(what: str, folder: Path | None) -> Iterator[None]:
-    """Raise InputError for a download into `folder` that fails or gives another file."""
+def downloading(what: str, folder: Path | None, by_hand: str) -> Iterator[None]:
+    """Raise InputError for a download into `folder` that fails or gives another file.
+
+    `by_hand` says what to do on a machine without internet.
+    """
     try:
         yield
     except (OSError, RuntimeError) as error:
-        raise InputError(f"cannot download {what} into {folder}: {error}") from error
+        said = " ".join(str(error).split())
+        raise InputError(f"cannot download {what} into {folder} ({said}): {by_hand}") from error
 
 
 def download_flower_photos(folder: Path, *, wanted: bool) -> None:
@@ -41,7 +45,7 @@ def download_flower_photos(folder: Path, *, wanted: bool) -> None:
     from torchvision.datasets.utils import download_and_extract_archive
 
     parent = folder.parent
-    with downloading(FLOWER_PHOTOS, parent):
+    with downloading(FLOWER_PHOTOS, parent, "unpack the file there yourself"):
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=parent, prefix=".flower_photos-") as part:
             download_and_extract_archive(FLOWER_PHOTOS, part, md5=FLOWER_PHOTOS_MD5)
@@ -63,6 +67,6 @@ def download_weights(model: str, path: Path, *, wanted: bool) -> None:
     if not wanted:
         raise InputError(f"--weights {path} is not a file: add --download to get {addresses[0]}")
     sha256 = path.stem.rpartition("-")[2]  # its first digits end the file's name
-    with downloading(addresses[0], path.parent):
+    with downloading(addresses[0], path.parent, "put the file there yourself"):
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(addresses[0], str(path), sha256)

@@ -122,8 +122,8 @@ _TABLE = {
     ),
     r"CUDA out of memory|Cuda failure.*out of memory|Failed to CUDA|can't allocate memory|"
     r"Cannot allocate memory|MemoryError": (
-        "out of memory: try half the --global-batch-size, a smaller --image-size, --precision "
-        "bf16, or fewer --num-workers"
+        "out of memory: try half the --global-batch-size, a smaller --image-size, or fewer "
+        "--num-workers"
     ),
     NO_THREAD: (
         "this container or user may start no more processes and threads: give it a larger "
@@ -170,6 +170,9 @@ _TABLE = {
     ),
     r"expected target dtype to be Long": (
         "labels are the numbers of classes: let __getitem__ give an int"
+    ),
+    r"got Bool|Found dtype Bool|two bool tensors": (
+        "this loss compares floats: let __getitem__ give label.float()"
     ),
     r"does not support sparse gradients|sparse gradients, please consider|Sparse.*allreduce": (
         "an Embedding(sparse=True) has them: leave sparse out, or give those parameters to an "
@@ -233,7 +236,8 @@ def meant(option: str, known: Collection[str]) -> str:
         here = [n for n in names if n in known]
         if re.fullmatch(pattern, name) and (here or not names):
             return " or ".join(here)
-    return next(iter(difflib.get_close_matches(option, known, n=1)), "")
+    names = [other.removeprefix("--") for other in known]  # what all have in common is no likeness
+    return next((f"--{near}" for near in difflib.get_close_matches(name, names, n=1)), "")
 
 
 def hint(message: str) -> str:

@@ -169,7 +169,8 @@ def load_data(options: DataOptions, seed: int, ranks: Ranks) -> Data:
             _refuse_closed_files(options)
     with agreed():
         if ranks.is_main and options.download and options.data in _TORCHVISION:
-            with downloading(options.data, options.data_path):
+            by_hand = f"bring the folder {_TORCHVISION[options.data][1]} from another machine"
+            with downloading(options.data, options.data_path, by_hand):
                 for train in (True, False):
                     _torchvision_part(options, train=train, download=True)
     make = {"digits": digits_data, "fake": fake_data}.get(options.data, torchvision_data)

@@ -1,5 +1,6 @@
 """The options of a run."""
 
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -75,6 +76,11 @@ class RunOptions:
     def __post_init__(self) -> None:
         refuse_below(self, snapshot_every=0, keep_snapshots=1, log_every=1, profile=0, seed=0)
         refuse_below(self, cpu_threads=1, timeout_s=1, patience=1)
+        if not re.match("(none|train_loss|val_.+)$", self.best_by or "none"):
+            raise ValueError(
+                f"--best-by {self.best_by}: give train_loss, none, or a metric of the validation, "
+                f"whose name begins with val_, such as val_{self.best_by}"
+            )
         if self.patience and self.best_by == "none":
             raise ValueError("--patience needs a metric that chooses the best epoch: --best-by")
         if self.cpu_threads > 1024:

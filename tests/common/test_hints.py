@@ -48,6 +48,11 @@ another MASTER_PORT <- DistNetworkError: The server socket has failed to listen 
     use
 fewer GPUs than processes <- AcceleratorError: CUDA error: invalid device ordinal
 let __getitem__ give an int <- RuntimeError: expected target dtype to be Long or Byte, but got Bool
+label.float() <- RuntimeError: Expected floating point type for target with class probabilities, got
+    Bool
+label.float() <- RuntimeError: Found dtype Bool but expected Float
+label.float() <- RuntimeError: Subtraction, the `-` operator, with two bool tensors is not
+    supported.
 leave sparse out <- RuntimeError: `_fused_sgd` does not support sparse gradients
 model(images)['logits'] <- TypeError: cross_entropy_loss(): argument 'input' (position 1) must be
     Tensor, not dict

@@ -49,6 +49,8 @@ from tools import predict, reproduce, trained
         ("--backend nccl --device cpu", "nccl needs GPUs"),
         ("--batch-size 32", "perhaps you meant --global-batch-size or --batch-size-per-rank"),
         ("--batch_size=32", "perhaps you meant --global-batch-size or --batch-size-per-rank"),
+        ("--quiet", r"options: --quiet\. --help lists"),
+        ("--best-by accuracy", r"begins with val_, such as val_accuracy"),
         ("--syncBN", r"perhaps you meant --sync-bn\)"),
         ("--syncBN False", "perhaps you meant --no-sync-bn"),
         ("--freeze-layers False", "a flag takes no value: --sync-bn turns it on, --no-sync-bn"),

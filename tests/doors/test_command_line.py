@@ -628,6 +628,17 @@ def test_make_names_the_package_of_the_module_venv(recipe: Recipe) -> None:
     assert not list(copy.glob(".venv*"))
 
 
+def test_make_changes_no_environment_outside_its_folder(recipe: Recipe) -> None:
+    copy, other = only_the_makefile(recipe.tmp_path / "copy"), recipe.tmp_path / "other"
+    other.mkdir()
+    (copy / ".venv").symlink_to(other)
+    for target in ("venv", "venv-dev"):
+        result = recipe.finish(recipe.start("make", "-C", copy, target), copy)
+        assert (result.status, len(result.errors)) == (2, 1)
+        assert f".venv is a link to {other}, which has not the packages" in result.errors[0]
+    assert not list(other.iterdir())
+
+
 def test_make_installs_nothing_on_macos_and_names_the_container(recipe: Recipe) -> None:
     copy, programs = only_the_makefile(recipe.tmp_path / "copy"), recipe.tmp_path / "programs"
     programs.mkdir()
