@@ -146,13 +146,12 @@ class Loop:
         self._trace.before(self.state.step + 1)
         begun, per_epoch = self.state.step + 1, self.plan.steps_per_epoch
         end_of_epoch = -(-(begun + SETTLE) // per_epoch) * per_epoch
-        steps = begun, min(end_of_epoch, self.last_step)
-        parts = self.state.parts
-        self._updates = OptimizerSteps(parts, ddp, whole=self._mesh is None)
-        self._profile = Profile(run.options.profile, steps, self.clock, run.folder, parts)
+        self._updates = OptimizerSteps(self.state.parts, ddp, whole=self._mesh is None)
+        left = min(end_of_epoch, self.last_step) + 1 - begun
+        self._profile = Profile(run.options.profile, left, self.clock, run.folder)
         first, end = self.state.epoch, -(-self.last_step // self.plan.steps_per_epoch)
-        left = range(first, max(end, first + 1))  # perhaps only the last evaluation is missing
-        return takewhile(lambda _: not self._early, left)
+        epochs = range(first, max(end, first + 1))  # perhaps only the last evaluation is missing
+        return takewhile(lambda _: not self._early, epochs)
 
     def steps(self, loader: DeviceBatches) -> DeviceBatches:
         """The batches of this epoch's steps that are still to do."""
@@ -187,7 +186,7 @@ class Loop:
         self._refuse_step()
         self._trace.after(self.state.step + 1, self.run.folder / "trace")
         self.clock.end_step()
-        self._profile.after(self.state.step + 1)
+        self._profile.after_step()
         run, state, lr = self.run, self.state, self.lr
         begun = self._resumed_from or 0
         with agreed() if state.step == begun else nullcontext():  # later: no message in each step
@@ -230,7 +229,6 @@ class Loop:
             self.save()
             self._speed.resume()
         self._trace.before(state.step + 1)
-        self._profile.before(state.step + 1)
         self.clock.begin_step()
 
     def _gather(self, losses: Tensor) -> Sequence[Tensor]:
