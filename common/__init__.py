@@ -60,7 +60,6 @@ Where to change what. Each room and file imports only from those below it; a tes
       process_group     joined by all ranks
       rendezvous        how the ranks find each other, or hear why they cannot; who is missing
       stop              all ranks stop after the same step
-      clocks            how far the clocks of two hosts are apart
       collectives       what ranks tell each other besides gradients; errors on which all agree
       devices           which GPU or CPU; gloo or nccl
       interfaces        the network interface that leads to the other ranks

@@ -33,7 +33,6 @@ import torch.distributed as dist
 
 from common import cli, log
 from common.errors import PeerError, TrainingError
-from common.group.clocks import clock_offset_s
 from common.group.collectives import agreed, broadcast, gather
 from common.group.devices import choose_backend, choose_device, synchronize
 from common.group.interfaces import interface_towards
@@ -46,6 +45,7 @@ from common.run.begin import device_in_words
 from common.run.options import flatten
 from common.terminal import set_up_logs
 from common.writing import write_json
+from recipes.check_network.clocks import clock_offset_s
 from recipes.check_network.report import report
 
 NAME = "check_network"

@@ -1,11 +1,15 @@
 """check_network: its figures mean what they say."""
 
 import json
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from common.launch.ranks import Ranks
+from recipes.check_network import clocks
 from recipes.check_network import train as check
 from tests.helpers.commands import Recipe
 from tests.helpers.pool import Pool, in_group
@@ -23,6 +27,25 @@ def test_speeds_are_what_their_names_say(pool: Pool) -> None:
     for row in sums:  # three ranks: each link carries 4/3 of the tensor
         expected = row["bytes"] * 4 / 3
         assert abs(row["bus_bytes_per_s"] * row["seconds"] / expected - 1) < 1e-9
+
+
+AHEAD_S = 5.0
+
+
+def offset(ranks: Ranks) -> tuple[float, float]:
+    """Of rank 1, whose clock is ahead."""
+    clock: Any = SimpleNamespace(time=lambda: time.time() + AHEAD_S * (ranks.rank == 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clocks, "time", clock)
+        return clocks.clock_offset_s(1)
+
+
+def test_a_clock_ahead_is_found_within_its_bound(pool: Pool) -> None:
+    found = pool.run(in_group, 3, offset)
+    ahead_s, bound_s = found[0]
+    assert 0 < bound_s < AHEAD_S
+    assert abs(ahead_s - AHEAD_S) <= bound_s
+    assert found[1:] == [found[0]] * 2, "every rank knows what rank 0 found"
 
 
 @pytest.mark.slow

@@ -3,13 +3,12 @@
 Source: Mills 1991, "Internet Time Synchronization: the Network Time Protocol".
 """
 
-import socket
 import time
 
 import torch
 import torch.distributed as dist
 
-from common.group.collectives import broadcast, gather
+from common.group.collectives import broadcast
 
 
 def clock_offset_s(peer: int) -> tuple[float, float]:
@@ -33,11 +32,3 @@ def clock_offset_s(peer: int) -> tuple[float, float]:
             clock.fill_(time.time())
             dist.send(clock, 0)
     return broadcast(best)
-
-
-def ahead_of_rank_0_s() -> float:
-    """How far the clock of this rank's host is ahead of rank 0's [s]."""
-    hosts = gather(socket.gethostname())
-    first_of = {host: hosts.index(host) for host in hosts}
-    ahead_s = {host: clock_offset_s(rank)[0] if rank else 0.0 for host, rank in first_of.items()}
-    return ahead_s[hosts[dist.get_rank()]]
