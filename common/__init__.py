@@ -4,7 +4,6 @@ Where to change what. Each room and file imports only from those below it; a tes
 
     cli                 from a command line to a running recipe
     parse               the words of a command line as options
-    unused_options      options without effect on the chosen data, model or device
     run/                one run: between two steps, and in its folder
       micro_batches     the parts of a rank's batch in each step of DDP
       loop              between two steps: --log-every, save, stop, resume, the best epoch
@@ -43,7 +42,6 @@ Where to change what. Each room and file imports only from those below it; a tes
       state             what a snapshot holds; how it is loaded, also on more or fewer ranks
       snapshot_files    writing, finding, checking and deleting snapshots; their format
       shards            tensors that are divided between ranks
-      fits              whether a saved state is that of a model or an optimizer
       tensor_files      files of tensors and numbers only, named by their checksum
     weights             hash and saving of a state_dict
     manifest            what a run records of its ranks, seed and determinism

@@ -6,7 +6,7 @@ import io
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -15,7 +15,6 @@ from common.errors import InputError
 from common.hints import hint, meant
 from common.launch.start import LaunchOptions
 from common.masking import printable
-from common.unused_options import refuse_unused
 
 C = TypeVar("C")
 
@@ -47,7 +46,7 @@ def parse(name: str, config_class: type[C], arguments: Sequence[str]) -> tuple[L
         given = {n: with_homes(getattr(options, n)) for n, _, _ in groups}
         config = config_class(**given)
         with contextlib.suppress(TypeError):  # your own recipe has an option without a default
-            refuse_unused(_flat(config), _flat(config_class()))
+            _refuse_unused(_flat(config), _flat(config_class()))
         return options.launch, config
 
 
@@ -158,3 +157,47 @@ def with_homes(options: Any) -> Any:
     """A dataclass of options with `given_path` of each path."""
     paths = {f.name: getattr(options, f.name) for f in fields(options)}
     return replace(options, **{k: given_path(v) for k, v in paths.items() if isinstance(v, Path)})
+
+
+def _refuse_unused(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise InputError for an option that was given and has no effect.
+
+    Args:
+        values: of all options, by their names in Python.
+        defaults: the recipe's; an option with its default value counts as not given.
+    """
+    for name, why in _unused(values).items():
+        if name in values and values[name] != defaults[name]:
+            raise InputError(f"--{name.replace('_', '-')} has no effect: {why}")
+
+
+def _unused(values: Mapping[str, Any]) -> dict[str, str]:
+    """Name of each option without effect, and why that is so or what to give."""
+    data, model, found = values.get("data"), values.get("model"), {}
+    if data in ("digits", "fake"):
+        other = "give --data imagefolder for a folder of photos"
+        found["data_path"] = f"--data {data} reads no folder: {other}, or leave it out"
+    if data in ("digits", "fake", "packed") and not values.get("weights"):
+        found["download"] = f"--data {data} needs no download: leave it out"
+    photos = data == "imagefolder" and values["data_path"].name != "flower_photos"
+    if photos and not values.get("weights"):
+        found["download"] = (
+            "it gets the flower photos, if --data-path ends in flower_photos, or the file of "
+            "--weights: leave it out"
+        )
+    if data != "imagefolder":
+        found["verify_images"] = "only --data imagefolder has image files: leave it out"
+    if data != "packed":
+        found["data_local"] = "only --data packed is copied: leave it out"
+    if model == "convnet":
+        for name in ("stem", "zero_init_residual"):
+            found[name] = "only ResNets have it: give --model resnet18, or leave it out"
+    if values.get("weights"):
+        found["zero_init_residual"] = "--weights holds these weights: leave it out"
+    if model == "toy":
+        found["norm"] = "the toy has no normalisation: give --model resnet50, or leave it out"
+    if values.get("lr_schedule") == "constant":
+        found["lrf"] = "--lr-schedule constant keeps the rate: leave it out, or choose a cosine"
+    if values.get("device") == "cpu":
+        found["tf32"] = found["pin_memory"] = "it is for GPUs, and --device is cpu: leave it out"
+    return found

@@ -23,7 +23,6 @@ from common.errors import InputError, TrainingError
 from common.group.collectives import agreed, gather, gather_numbers, gather_to_rank_0
 from common.group.process_group import group_for_threads
 from common.seeds import rng_state, seed_everything, set_rng_state
-from common.snapshots.fits import refuse_other_state
 from common.snapshots.snapshot_files import FORMAT, keep_newest, newest_name, unlike, write
 
 _POSITION = ("epoch", "batch", "step", "metrics_bytes", "metrics_sha256")
@@ -199,7 +198,7 @@ class TrainingState:
         if unlike_ours := parts.keys() ^ self.parts.keys():
             raise ValueError(f"other parts: {', '.join(sorted(unlike_ours))}")
         for name, part in self.parts.items():
-            refuse_other_state(part, parts[name])
+            _refuse_other_state(part, parts[name])
             part.load_state_dict(parts[name])
         for name in _POSITION:
             setattr(self, name, found[name])
@@ -296,3 +295,29 @@ def refuse_non_finite(losses: Tensor, step: int, folder: Path, what: str = "loss
             f"the {what} is not finite on rank {', '.join(map(str, bad))} by step {step}: "
             f"{advice}; last good snapshot: {newest_name(folder)}"
         )
+
+
+def _refuse_other_state(part: Any, given: dict[str, Any]) -> None:
+    """Raise ValueError for entries that `part` would ignore, miss or convert."""
+    if isinstance(part, torch.optim.Optimizer):
+        parameters = [p for group in part.param_groups for p in group["params"]]
+        trained = {index for index, p in enumerate(parameters) if p.requires_grad}
+        if given["state"] and given["state"].keys() != trained:
+            raise ValueError(f"an optimizer of {len(given['state'])} parameters")
+        pairs: list[tuple[str, Any, Any]] = [
+            (f"{name} {index}", value, parameters[index])
+            for index, held in given["state"].items()
+            for name, value in held.items()
+            if isinstance(value, Tensor) and value.dim()
+        ]
+    else:
+        own = part.state_dict()
+        pairs = [(name, given.get(name), own.get(name)) for name in own.keys() | given.keys()]
+    for name, theirs, ours in pairs:
+        if _kind(theirs) != _kind(ours):
+            raise ValueError(f"{name} is {_kind(theirs)}, not {_kind(ours)}")
+
+
+def _kind(value: Any) -> str:
+    is_tensor = isinstance(value, Tensor)
+    return f"{value.dtype} {tuple(value.shape)}" if is_tensor else type(value).__name__
