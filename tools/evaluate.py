@@ -50,7 +50,7 @@ from common.data.workers import choose_num_workers
 from common.errors import InputError, TrainingError
 from common.fingerprint import fingerprint
 from common.group.collectives import agreed, gather
-from common.group.devices import choose_device
+from common.group.devices import choose_device, device_in_words
 from common.group.process_group import process_group
 from common.group.rendezvous import refuse_together
 from common.launch.capacity import refuse_more_than_fit
@@ -62,7 +62,6 @@ from common.masking import printable
 from common.output_folder import refuse_closed_to_writing
 from common.parse import given_path
 from common.reading import refuse_closed
-from common.run.begin import device_in_words
 from common.run.claim import refuse_in_data
 from common.run.options import RunOptions
 from common.seeds import set_determinism

@@ -29,14 +29,13 @@ from common.data.batches import DeviceBatches
 from common.data.decode import SUFFIXES, decoded, is_image
 from common.data.image_folder import images_and_others, left_out
 from common.errors import STATUS_FAILED, STATUS_FINISHED, InputError
-from common.group.devices import choose_device
+from common.group.devices import choose_device, device_in_words
 from common.launch.capacity import usable_cores
 from common.launch.ranks import Ranks
 from common.launch.report import say
 from common.masking import printable
 from common.parse import given_path
 from common.reading import refuse_closed
-from common.run.begin import device_in_words
 from common.run.options import RunOptions
 from common.seeds import set_determinism
 from tools.command import Parser, attempt, log_to_stderr

@@ -143,3 +143,8 @@ def open_contexts(*devices: torch.device) -> None:
     for device in devices:
         if device.type == "cuda":
             torch.ones((), device=device, requires_grad=True).mul(2).backward()
+
+
+def device_in_words(asked: str, device: torch.device) -> str:
+    """The kind of device, with a note if `--device auto` found no GPU."""
+    return f"{device.type}{' (no GPU visible)' if (asked, device.type) == ('auto', 'cpu') else ''}"

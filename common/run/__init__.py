@@ -3,7 +3,7 @@
 The recipe calls it around its steps, and computes the gradients and takes the steps itself.
 """
 
-from common.run.begin import announce, begin, set_up
+from common.run.begin import start
 from common.run.folder import Run
 from common.run.loop import Loop
 from common.run.micro_batches import MicroBatches
@@ -17,10 +17,8 @@ __all__ = [
     "Plan",
     "Run",
     "RunOptions",
-    "announce",
-    "begin",
     "make_loaders",
     "make_model",
     "make_plan",
-    "set_up",
+    "start",
 ]

@@ -1,32 +1,54 @@
-"""How a run begins: logs, determinism, the seed, and a first line that says on what it trains."""
+"""How a run begins: logs, determinism, seed, devices, a first line, process group and folder."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from common import log
-from common.group.devices import choose_backend, choose_device
+from common.group.devices import choose_backend, choose_device, device_in_words
+from common.group.process_group import process_group
 from common.launch.capacity import usable_cores
 from common.launch.ranks import Ranks
+from common.run.folder import Run
 from common.run.options import RunOptions
 from common.seeds import choose_precision, seed_everything, set_determinism
 from common.terminal import set_up_logs
 
 
-def set_up(options: RunOptions, ranks: Ranks) -> None:
-    """Set up logs and determinism, and seed every rank alike: all draw the same initial weights.
+@contextmanager
+def start(
+    recipe: str,
+    config: Any,
+    ranks: Ranks,
+    choose: Callable[[], Sequence[torch.device]] | None = None,
+    *,
+    one_device: bool = True,
+) -> Iterator[Run]:
+    """A run, with its logs, determinism, seed, devices, process group and folder.
 
-    Call it before any CUDA work.
+    Every rank is seeded alike: all draw the same initial weights. Nothing may use CUDA before.
+
+    Args:
+        recipe: its name.
+        config: its options, of which `run` are `RunOptions`.
+        ranks: of this process.
+        choose: gives the devices that this process uses, first that of the loss. None: one.
+        one_device: all collectives on GPUs are of tensors on the first device.
+
+    Raises:
+        InputError: as `process_group` and `Run`.
     """
+    options: RunOptions = config.run
     set_up_logs(ranks)
     set_determinism(**options.determinism)
     seed_everything(options.seed)
-
-
-def begin(recipe: str, options: RunOptions, ranks: Ranks) -> torch.device:
-    """Set up this process, choose its device, and announce the run; returns the device."""
-    set_up(options, ranks)
-    device = choose_device(options.device, ranks)
-    announce(recipe, options, ranks, device)
-    return device
+    devices = choose() if choose else [choose_device(options.device, ranks)]
+    announce(recipe, options, ranks, devices[0])
+    more = {"one_device": one_device}
+    with process_group(ranks, devices[0], options.backend, options.timeout_s, **more):
+        yield Run(recipe, config, ranks, *devices)
 
 
 def announce(recipe: str, options: RunOptions, ranks: Ranks, device: torch.device) -> None:
@@ -47,8 +69,3 @@ def announce(recipe: str, options: RunOptions, ranks: Ranks, device: torch.devic
             f"training uses {busy} of {cores} CPU cores: to use more, give a larger --nproc (if "
             "the recipe has it) or --cpu-threads (changes the bits)"
         )
-
-
-def device_in_words(asked: str, device: torch.device) -> str:
-    """The kind of device, with a note if `--device auto` found no GPU."""
-    return f"{device.type}{' (no GPU visible)' if (asked, device.type) == ('auto', 'cpu') else ''}"

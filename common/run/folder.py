@@ -32,7 +32,7 @@ from common.run.claim import claim, refuse_in_data, refuse_unwritable
 from common.run.curves import Curves
 from common.run.history import History, last_sign
 from common.run.options import MAY_DIFFER_BY_HOST, RunOptions, flatten
-from common.seeds import choose_precision
+from common.seeds import choose_precision, mixed_precision
 from common.snapshots.snapshot_files import keep_newest, list_snapshots
 from common.snapshots.state import TrainingState
 from common.terminal import show_table
@@ -62,7 +62,11 @@ class Run:
         self.devices = list(dict.fromkeys(devices))
         self._started_s = time.monotonic()
         self.clock = Clock(*self.devices)
-        precision = choose_precision(self.options.precision, self.devices[0])
+        self.device = self.devices[0]
+        self.dtype, self.autocast, self.scaler = mixed_precision(
+            self.options.precision, self.device
+        )
+        precision = choose_precision(self.options.precision, self.device)
         self._values = {"recipe": recipe, **flatten(config), "precision": precision}
         given = {k: v for k, v in self._values.items() if k not in MAY_DIFFER_BY_HOST}
         refuse_unlike_rank_0(given, "not started like rank 0")

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -24,13 +23,9 @@ class MicroBatches:
         ddp: DistributedDataParallel,
         options: ParallelOptions,
         loop: Loop,
-        autocast: torch.autocast,
     ) -> None:
-        """Change how `ddp`, before its first forward pass, sums up gradients. Calls collectives.
-
-        `autocast` is the context that training uses.
-        """
-        self.ddp, self.options, self.loop, self.autocast = ddp, options, loop, autocast
+        """Change how `ddp`, before its first forward pass, sums up gradients. Calls collectives."""
+        self.ddp, self.options, self.loop = ddp, options, loop
         self.size = loop.plan.micro_batch_size
         norms = (m for m in ddp.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
         statistics = {id(buffer) for norm in norms for buffer in norm.buffers()}
@@ -46,7 +41,7 @@ class MicroBatches:
 
     def warm_up(self, sample: Any) -> None:
         """Train mode, and DDP's buckets made final: why, `common.training.ddp.warm_up` says."""
-        warm_up(self.ddp, sample, self.size, self.autocast)
+        warm_up(self.ddp, sample, self.size, self.loop.run.autocast)
 
     def of(self, batch: Any) -> Iterator[Any]:
         """The parts of this rank's batch; DDP sends gradients with the last part only."""

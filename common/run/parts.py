@@ -19,7 +19,6 @@ def make_loaders(
     options: LoaderOptions,
     data: Data,
     plan: Plan,
-    dtype: torch.dtype,
     *,
     share: int | None = None,
     device: torch.device | None = None,
@@ -31,7 +30,6 @@ def make_loaders(
         options: how the data are loaded.
         data: what is loaded.
         plan: says how each batch is shared.
-        dtype: of the batches' floating-point numbers.
         share: number of this rank's share of each batch. None: its rank.
         device: where the batches come. None: the run's first device.
 
@@ -39,25 +37,23 @@ def make_loaders(
         InputError: as `rank_loaders`.
     """
     share = run.ranks.rank if share is None else share
-    device = device or run.devices[0]
+    device = device or run.device
     seed, folder = run.options.seed, run.folder
-    loaders = rank_loaders(data, options, plan.sizes, seed, share, device, dtype, folder)
+    loaders = rank_loaders(data, options, plan.sizes, seed, share, device, run.dtype, folder)
     loaders[0].on_batch = run.clock.end_load
     run.resolve(num_workers=loaders[0].loader.num_workers)
     return loaders
 
 
-def make_model(
-    run: Run, options: ModelOptions, data: Data, dtype: torch.dtype, *, download: bool
-) -> nn.Module:
+def make_model(run: Run, options: ModelOptions, data: Data, *, download: bool) -> nn.Module:
     """The model for the data, with the weights to begin with, on the run's first device.
 
     Raises:
         InputError: as `prepare_model`.
     """
-    bf16 = choose_precision(run.options.precision, run.devices[0]) == "bf16"
+    bf16 = choose_precision(run.options.precision, run.device) == "bf16"
     if bf16 and run.options.precision == "auto" and options.model.startswith("resnet"):
         options = replace(options, channels_last=True)
-    model = prepare_model(options, *data.sizes_for_model, dtype, download=download)
+    model = prepare_model(options, *data.sizes_for_model, run.dtype, download=download)
     run.resolve(**options.resolved(data.side), channels_last=options.channels_last)
-    return move(model, run.devices[0], dtype)
+    return move(model, run.device, run.dtype)

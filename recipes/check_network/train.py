@@ -34,14 +34,13 @@ import torch.distributed as dist
 from common import cli, log
 from common.errors import PeerError, TrainingError
 from common.group.collectives import agreed, broadcast, gather
-from common.group.devices import choose_backend, choose_device, synchronize
+from common.group.devices import choose_backend, choose_device, device_in_words, synchronize
 from common.group.interfaces import interface_towards
 from common.group.process_group import process_group
 from common.launch.process import end_process
 from common.launch.ranks import Ranks
 from common.manifest import describe_run
 from common.output_folder import result_folder
-from common.run.begin import device_in_words
 from common.run.options import flatten
 from common.terminal import set_up_logs
 from common.writing import write_json

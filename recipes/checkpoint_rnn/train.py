@@ -36,11 +36,9 @@ from common import cli, log
 from common.data.batches import DeviceBatches
 from common.data.loaders import make_loader
 from common.data.stream import FixedBatches, GlobalBatches
-from common.group.process_group import process_group
 from common.launch.ranks import Ranks
 from common.option_rules import may_change, refuse_below
-from common.run import Loop, Run, RunOptions, begin, make_plan
-from common.seeds import mixed_precision
+from common.run import Loop, RunOptions, make_plan, start
 from common.training import Default, ScheduleOptions, evaluate, set_lr
 from recipes.checkpoint_rnn.adding import (
     AddingRNN,
@@ -102,11 +100,9 @@ def train(config: Config, ranks: Ranks) -> None:
     """Train in this one process; the run's folder is `config.run.output_dir`."""
     options, seed = config.optimizer, config.run.seed
 
-    # seed
-    device = begin(NAME, config.run, ranks)
-    dtype, _, _ = mixed_precision(config.run.precision, device)
-    with process_group(ranks, device, config.run.backend, config.run.timeout_s):
-        run = Run(NAME, config, ranks, device)
+    # seed, device, process group, folder
+    with start(NAME, config, ranks) as run:
+        device, dtype = run.device, run.dtype
 
         # data
         data = make_data(config.sequence, seed)

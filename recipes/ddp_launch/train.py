@@ -26,19 +26,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import cli
 from common.data.datasets import DataOptions, load_data
-from common.group.process_group import process_group
 from common.launch.ranks import Ranks
 from common.run import (
     Loop,
     MicroBatches,
-    Run,
     RunOptions,
-    begin,
     make_loaders,
     make_model,
     make_plan,
+    start,
 )
-from common.seeds import mixed_precision
 from common.training import (
     LossOptions,
     ModelOptions,
@@ -70,11 +67,9 @@ def train(config: Config, ranks: Ranks) -> None:
     """Train as one rank of the run, whose folder is `config.run.output_dir`."""
     options, parallel = config.optimizer, config.parallel
 
-    # seed
-    device = begin(NAME, config.run, ranks)  # seeds every rank alike
-    dtype, autocast, scaler = mixed_precision(config.run.precision, device)
-    with process_group(ranks, device, config.run.backend, config.run.timeout_s):
-        run = Run(NAME, config, ranks, device)  # its folder, record and times
+    # seed, devices, process group, folder
+    with start(NAME, config, ranks) as run:
+        device, scaler = run.device, run.scaler
 
         # data
         data = load_data(config.data, config.run.seed, ranks)
@@ -85,11 +80,11 @@ def train(config: Config, ranks: Ranks) -> None:
             virtual_ranks=parallel.virtual_ranks,
             micro_batches=parallel.accumulate,
         )
-        loader, val_loader = make_loaders(run, config.data, data, plan, dtype)
+        loader, val_loader = make_loaders(run, config.data, data, plan)
 
         # model
-        model = make_model(run, config.model, data, dtype, download=config.data.download)
-        loss_function = cross_entropy_of_samples(config.loss, data).to(device, dtype)
+        model = make_model(run, config.model, data, download=config.data.download)
+        loss_function = cross_entropy_of_samples(config.loss, data).to(device, run.dtype)
 
         # parallelise
         model = synchronize_batch_norm(model, device) if parallel.sync_bn else model
@@ -105,7 +100,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
         # resume
         loop = Loop(run, plan, data)
-        micro_batches = MicroBatches(ddp, parallel, loop, autocast)
+        micro_batches = MicroBatches(ddp, parallel, loop)
         if not loop.resume(model=model, optimizer=optimizer, scaler=scaler):
             return  # the run is finished already
         # DDP reorders its sums after one backward pass: do one now, else a resume changes the bits.
@@ -117,7 +112,7 @@ def train(config: Config, ranks: Ranks) -> None:
                 set_lr(optimizer, loop.lr)
                 losses = []
                 for images, labels in micro_batches.of(batch):  # DDP sends with the last one
-                    with autocast:
+                    with run.autocast:
                         losses.append(loss_function(ddp(images), labels))
                     loss = losses[-1].sum() / plan.loss_divisor  # DDP averages to the batch mean
                     scaler.scale(loss).backward()

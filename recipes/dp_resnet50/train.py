@@ -35,10 +35,8 @@ from common import cli, log
 from common.data.datasets import DataOptions, load_data
 from common.errors import InputError
 from common.group.devices import choose_devices
-from common.group.process_group import process_group
 from common.launch.ranks import Ranks
-from common.run import Loop, Run, RunOptions, announce, make_loaders, make_model, make_plan, set_up
-from common.seeds import mixed_precision
+from common.run import Loop, RunOptions, make_loaders, make_model, make_plan, start
 from common.training import (
     Default,
     ModelOptions,
@@ -101,16 +99,14 @@ def train(config: Config, ranks: Ranks) -> None:
     """Train in this one process; the run's folder is `config.run.output_dir`."""
     options, seed = config.optimizer, config.run.seed
 
-    # seed
-    set_up(config.run, ranks)
-    devices = choose_devices(config.parallel.device_ids, config.run.device)
-    device = devices[0]
-    announce(NAME, config.run, ranks, device)
-    if len(devices) < 2:
-        log.info(f"nn.DataParallel replicates nothing with fewer than 2 GPUs: {device} alone")
-    dtype, autocast, scaler = mixed_precision(config.run.precision, device)
-    with process_group(ranks, device, config.run.backend, config.run.timeout_s):
-        run = Run(NAME, config, ranks, *devices)
+    # seed, devices, process group, folder
+    choose = partial(choose_devices, config.parallel.device_ids, config.run.device)
+    with start(NAME, config, ranks, choose) as run:
+        devices, autocast, scaler = run.devices, run.autocast, run.scaler
+        if len(devices) < 2:
+            log.info(
+                f"nn.DataParallel replicates nothing with fewer than 2 GPUs: {run.device} alone"
+            )
 
         # data
         data = load_data(config.data, seed, ranks)
@@ -121,10 +117,10 @@ def train(config: Config, ranks: Ranks) -> None:
             )
         if len(devices) > 1 and config.model.compile:
             raise InputError("--compile cannot compile DataParallel's copies: use ddp_launch")
-        loader, val_loader = make_loaders(run, config.data, data, plan, dtype)
+        loader, val_loader = make_loaders(run, config.data, data, plan)
 
         # model
-        model = make_model(run, config.model, data, dtype, download=config.data.download)
+        model = make_model(run, config.model, data, download=config.data.download)
 
         # parallelise
         # Each forward copies the model to all GPUs and scatters the batch over them. Outputs and

@@ -35,11 +35,9 @@ from common import cli, log
 from common.data.datasets import DataOptions, load_data
 from common.data.loaders import rank_loaders
 from common.group.devices import choose_devices
-from common.group.process_group import process_group
 from common.launch.ranks import Ranks
 from common.option_rules import may_change
-from common.run import Loop, Run, RunOptions, announce, make_loaders, make_plan, set_up
-from common.seeds import mixed_precision
+from common.run import Loop, RunOptions, make_loaders, make_plan, start
 from common.training import Default, ScheduleOptions, evaluate
 from recipes.dp_scratch.lenet import initialize, lenet, refuse_other_images
 from recipes.dp_scratch.lesson import show_lesson
@@ -138,25 +136,21 @@ def train_step(replicas: Replicas, images: Tensor, labels: Tensor, lr: float) ->
 def train(config: Config, ranks: Ranks) -> None:
     """Train in this one process; the run's folder is `config.run.output_dir`."""
     seed = config.run.seed
-
-    # seed
-    set_up(config.run, ranks)
-    devices = choose_devices(config.parallel.devices, config.run.device, on_cpu=2)
-    device = devices[0]
-    announce(NAME, config.run, ranks, device)
+    choose = partial(choose_devices, config.parallel.devices, config.run.device, on_cpu=2)
     if config.parallel.show:
-        show_steps(devices, scatter, all_reduce)
+        show_steps(choose(), scatter, all_reduce)
         return
-    log.info(f"the batch is split over {', '.join(map(str, devices))}")
-    dtype, _, _ = mixed_precision(config.run.precision, device)
-    with process_group(ranks, device, config.run.backend, config.run.timeout_s):
-        run = Run(NAME, config, ranks, *devices)
+
+    # seed, devices, process group, folder
+    with start(NAME, config, ranks, choose) as run:
+        devices, device, dtype = choose(), run.device, run.dtype  # run.devices: each once
+        log.info(f"the batch is split over {', '.join(map(str, devices))}")
 
         # data
         data = load_data(config.data, seed, ranks)
         refuse_other_images(data)
         plan = make_plan(config.optimizer, len(data.train), 1, devices=len(devices), uneven=True)
-        loader, val_loader = make_loaders(run, config.data, data, plan, dtype)
+        loader, val_loader = make_loaders(run, config.data, data, plan)
 
         # model, parallelise
         replicas = Replicas(initialize(dtype), devices)

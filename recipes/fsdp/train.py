@@ -36,10 +36,9 @@ from common import cli
 from common.data.stream import eval_batch_size
 from common.errors import STATUS_FINISHED, InputError
 from common.group.devices import choose_device
-from common.group.process_group import process_group
 from common.launch.ranks import Ranks
 from common.option_rules import may_change, refuse_below
-from common.run import Loop, Run, RunOptions, announce, make_loaders, make_plan, set_up
+from common.run import Loop, RunOptions, make_loaders, make_plan, start
 from common.seeds import choose_precision
 from common.training import Default, ScheduleOptions, evaluate, set_lr
 from recipes.fsdp.evaluated import own_data, own_model  # noqa: F401  `evaluate` looks for them
@@ -114,15 +113,11 @@ def train(config: Config, ranks: Ranks) -> None:
     """Train as one rank of the run, whose folder is `config.run.output_dir`."""
     options, parallel, seed = config.optimizer, config.parallel, config.run.seed
 
-    # seed
-    set_up(config.run, ranks)
-    device = choose_device(config.run.device, ranks)
-    precision = choose_precision(config.run.precision, device)
     sizes = parallel.sizes(ranks.world_size)
-    announce(NAME, config.run, ranks, device)
-    dtype = torch.float64 if precision == "fp64" else torch.float32
-    with process_group(ranks, device, config.run.backend, config.run.timeout_s):
-        run = Run(NAME, config, ranks, device)
+
+    # seed, devices, process group, folder
+    with start(NAME, config, ranks) as run:
+        device, dtype = run.device, run.dtype
         mesh = make_mesh(device, sizes)
         share, shares = data_ranks(mesh)
 
@@ -131,7 +126,7 @@ def train(config: Config, ranks: Ranks) -> None:
         data = text.data
         plan = make_plan(options, len(data.train), shares)
         loader, val_loader = make_loaders(  # tensor ranks load the same data
-            run, config.text, data, plan, dtype, share=share
+            run, config.text, data, plan, share=share
         )
 
         # model
@@ -139,7 +134,8 @@ def train(config: Config, ranks: Ranks) -> None:
             model = Transformer(config.model, VOCABULARY, parallel.recompute).to(dtype)
 
         # parallelise
-        parallelise(model, mesh, parallel, bf16=precision == "bf16")
+        bf16 = choose_precision(config.run.precision, device) == "bf16"
+        parallelise(model, mesh, parallel, bf16=bf16)
         model.to_empty(device=device)
         initialize(model, seed)
 

@@ -31,13 +31,13 @@ if not __package__:  # started as a file: the repository is not on the path yet
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
+import torch
+
 from common import cli
 from common.data.datasets import DataOptions, load_data
 from common.group.devices import choose_device
-from common.group.process_group import process_group
 from common.launch.ranks import Ranks
-from common.run import Loop, Run, RunOptions, announce, make_loaders, make_plan, set_up
-from common.seeds import mixed_precision
+from common.run import Loop, RunOptions, make_loaders, make_plan, start
 from common.training import OptimizerOptions, evaluate, make_optimizer, set_lr
 from recipes.model_parallel_toy.split import (
     LAYERS,
@@ -83,20 +83,18 @@ def train(config: Config, ranks: Ranks) -> None:
     """Train as one rank of the run, whose folder is `config.run.output_dir`."""
     options, parallel, seed = config.optimizer, config.parallel, config.run.seed
 
-    # seed
-    set_up(config.run, ranks)  # the same initial weights on every rank
-    if parallel.in_processes:
-        devices, device = [], choose_device(config.run.device, ranks)
-    else:
-        devices = devices_of_copy(parallel, config.run.device, ranks)
-        device = devices[-1]
-    announce(NAME, config.run, ranks, device)
-    dtype, _, _ = mixed_precision(config.run.precision, device)
-    one_device = len(devices) < 2
-    with process_group(
-        ranks, device, config.run.backend, config.run.timeout_s, one_device=one_device
-    ):
-        run = Run(NAME, config, ranks, device, *devices)
+    # seed, devices, process group, folder
+    devices: list[torch.device] = []  # of the stages in this process
+
+    def choose() -> list[torch.device]:
+        if parallel.in_processes:
+            return [choose_device(config.run.device, ranks)]
+        devices.extend(devices_of_copy(parallel, config.run.device, ranks))
+        return [devices[-1], *devices]  # the loss is on the last
+
+    one_device = parallel.in_processes or parallel.stages < 2
+    with start(NAME, config, ranks, choose, one_device=one_device) as run:
+        device = run.device
         replicas = parallel.data_parallel
         mesh, replica, data_group, stage_group = None, ranks.rank, None, None
         if parallel.in_processes:
@@ -118,12 +116,12 @@ def train(config: Config, ranks: Ranks) -> None:
         )
         first = (devices or [device])[0]
         loader, val_loader = make_loaders(  # all stages load the same
-            run, config.data, data, plan, dtype, share=replica, device=first
+            run, config.data, data, plan, share=replica, device=first
         )
         run.resolve(schedule=parallel.order, micro_batches=parallel.micro_batch_count)
 
         # model
-        model = build(config.model, data).to(dtype)
+        model = build(config.model, data).to(run.dtype)
 
         # parallelise
         sample = loader.prepare(data.val[(0, 0)][0]).cpu()

@@ -35,14 +35,13 @@ from common.data.loaders import make_loader
 from common.data.stream import GlobalBatches
 from common.data.workers import done, most_workers, recommend, sweep
 from common.figure import save_figure
-from common.group.devices import choose_device
+from common.group.devices import choose_device, device_in_words
 from common.group.process_group import process_group
 from common.hints import SHARED_MEMORY_HINT
 from common.launch.ranks import Ranks
 from common.manifest import describe_run
 from common.option_rules import refuse_below
 from common.output_folder import result_folder
-from common.run.begin import device_in_words
 from common.run.options import flatten
 from common.run.plan import batch_size_of, refuse_size
 from common.terminal import progress_bar, set_up_logs

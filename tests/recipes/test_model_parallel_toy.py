@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from common import cli
 from common.errors import InputError
 from common.launch.ranks import Ranks
+from common.run import begin
 from common.run.options import RunOptions
 from common.training.models import ModelOptions, build_model
 from recipes.model_parallel_toy import split
@@ -131,15 +132,18 @@ def joins(ranks: Ranks, folder: Path, stages: list[torch.device]) -> bool:
     """Train up to the process group; whether that is told that there is one device."""
 
     def join(*_: object, one_device: bool = True) -> None:
-        raise StopIteration(one_device)
+        raise ArithmeticError(one_device)
 
-    config = parallel.Config(run=RunOptions(output_dir=folder, precision="fp32"))
+    config = parallel.Config(
+        run=RunOptions(output_dir=folder, precision="fp32"),
+        parallel=split.ParallelOptions(stages=len(stages)),
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel, "devices_of_copy", lambda *_: stages)
-        patch.setattr(parallel, "process_group", join)
-        with pytest.raises(StopIteration) as stopped:
+        patch.setattr(begin, "process_group", join)
+        with pytest.raises(ArithmeticError) as stopped:
             parallel.train(config, ranks)
-    return bool(stopped.value.value)
+    return bool(stopped.value.args[0])
 
 
 def test_the_process_group_knows_whether_a_copy_is_on_several_gpus(

@@ -78,7 +78,7 @@ DIFFERS = r"features\.0\.weight .*differs between ranks after step 1,.*look at t
 PLANNED = r"loop\.{} came after step {} of 4, .*; expected {}"
 WRONG = {
     "the model in place of ddp": Case({FORWARD: "model(images)"}, DIFFERS + r"model\(\)", (2, 3)),
-    "a loop in no_sync": Case({"with autocast:": "with autocast, ddp.no_sync():"}, DIFFERS),
+    "a loop in no_sync": Case({"with run.autocast:": "with run.autocast, ddp.no_sync():"}, DIFFERS),
     "unfrozen after DDP, with an optimizer over all": Case(
         {
             PARALLELISE: "        model.features[0].requires_grad_(False)\n" + PARALLELISE,
