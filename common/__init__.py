@@ -11,7 +11,7 @@ Where to change what. Each room and file imports only from those below it; a tes
       options           --output-dir, --resume, --keep-snapshots, how long ranks wait: --timeout-s
       plan              batch sizes, steps and rates: decided and refused once
       parts             the loaders and the model of a run
-      begin             logs, determinism, the seed; the first line of a run
+      begin             start: logs, seed, devices, the first line, process group, folder
       check             --check
       folder            what a run writes: config, manifest, metrics.jsonl, summary, model.pt
       claim             which folder a run may write into; the names of its files
@@ -23,7 +23,7 @@ Where to change what. Each room and file imports only from those below it; a tes
       ddp               around DistributedDataParallel: accumulation, bf16 gradients, SyncBatchNorm
       virtual_ranks     the same bits on any number of processes
       evaluation        metrics over every validation sample once; --best-by; a loss that explodes
-      losses            whether each sample has its own loss
+      losses            --class-weights; whether each sample has its own loss
     data/               samples and batches
       loaders           the DataLoader's options; from a data set to a rank's batches
       datasets          digits, photos, Fashion-MNIST, CIFAR-10, fake data; augmentation
