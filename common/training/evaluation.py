@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter, length_hint
 from typing import Any
 
@@ -18,6 +19,9 @@ from common.group.stop import agreement_in_evaluation
 from common.terminal import progress_bar
 
 Scores = Mapping[str, Tensor] | None
+
+_NO_LABEL = -(2**31)
+"""In place of -100, for which torch would count no loss in silence."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ def score_logits(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """As `score_classes`, of logits (samples, classes) and labels (samples,)."""
     labels, classes = labels.to(logits.device), logits.shape[1]
     _refuse_other_labels(labels, classes)
-    losses = nn.functional.cross_entropy(logits.double(), labels, reduction="none")
+    loss_of = partial(nn.functional.cross_entropy, ignore_index=_NO_LABEL, reduction="none")
+    losses = loss_of(logits.double(), labels)
     scores = {"loss": losses, "accuracy": logits.argmax(1) == labels}
     if classes > 5:
         scores["top5"] = (logits.topk(5).indices == labels[:, None]).any(1)
@@ -67,6 +72,8 @@ def _refuse_other_labels(labels: Tensor, classes: int) -> None:
             f"labels of shape {tuple(labels.shape)} are no class numbers (samples,): give "
             "evaluate(..., score=) a function that compares them with the model's outputs"
         )
+    if labels.is_cuda:  # to look would be to wait for the GPU, whose kernel refuses them, too
+        return
     if len(wrong := labels[(labels < 0) | (labels >= classes)]):
         raise TrainingError(
             f"a label of the validation data is {wrong[0].item()}, but the model has {classes} "
@@ -118,7 +125,7 @@ def evaluate(
     trained = [module for module in model.modules() if module.training]
     model.eval()
     names: list[str] = []
-    seen, sums, fractions = 0, [], False
+    seen, sums, fractions = 0, [], torch.tensor(False)  # read at the end: no batch waits for a GPU
     own, main = length_hint(batches) or None, dist.get_rank() == 0
     bar = progress_bar(own, main=main, unit="batch", desc="evaluation", keep=False)
     stop = agreement_in_evaluation()
@@ -141,7 +148,7 @@ def evaluate(
             seen += by_metric.shape[1]
             sums.append(by_metric.sum(1))
             accuracy = scores.get("accuracy", by_metric[:0])
-            fractions |= bool(((accuracy != 0) & (accuracy != 1)).any())
+            fractions = fractions | ((accuracy != 0) & (accuracy != 1)).any()
         bar.update()
         if stop and number < on_all and stop.after(number):
             bar.close()
@@ -149,7 +156,7 @@ def evaluate(
     bar.close()
     for module in trained:
         module.training = True
-    found = gather((names, seen, torch.stack(sums).tolist() if sums else [], fractions))
+    found = gather((names, seen, torch.stack(sums).tolist() if sums else [], bool(fractions)))
     seen = sum(count for _, count, *_ in found)
     if seen != total:
         raise ValueError(
