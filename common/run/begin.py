@@ -1,7 +1,10 @@
 """How a run begins: logs, determinism, seed, devices, a first line, process group and folder."""
 
+import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +43,7 @@ def start(
     Raises:
         InputError: as `process_group` and `Run`.
     """
-    options: RunOptions = config.run
+    options, imports_s, begun_s = config.run, age_of_process_s(), time.monotonic()
     set_up_logs(ranks)
     set_determinism(**options.determinism)
     seed_everything(options.seed)
@@ -48,7 +51,10 @@ def start(
     announce(recipe, options, ranks, devices[0])
     more = {"one_device": one_device}
     with process_group(ranks, devices[0], options.backend, options.timeout_s, **more):
-        yield Run(recipe, config, ranks, *devices)
+        run = Run(recipe, config, ranks, *devices)
+        run.start_s = {"imports": round(imports_s, 3)}
+        run.lap("ranks", begun_s)
+        yield run
 
 
 def announce(recipe: str, options: RunOptions, ranks: Ranks, device: torch.device) -> None:
@@ -69,3 +75,9 @@ def announce(recipe: str, options: RunOptions, ranks: Ranks, device: torch.devic
             f"training uses {busy} of {cores} CPU cores: to use more, give a larger --nproc (if "
             "the recipe has it) or --cpu-threads (changes the bits)"
         )
+
+
+def age_of_process_s() -> float:
+    """Time since the kernel started this process [s]."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -60,7 +60,9 @@ class Run:
         self.config, self.ranks = config, ranks
         self.options: RunOptions = config.run
         self.devices = list(dict.fromkeys(devices))
-        self._started_s = time.monotonic()
+        self._started_s = self._lap_s = time.monotonic()
+        self.start_s: dict[str, float] = {}
+        """The parts of the start of this rank, by what they were spent on [s]."""
         self.clock = Clock(*self.devices)
         self.device = self.devices[0]
         self.dtype, self.autocast, self.scaler = mixed_precision(
@@ -325,11 +327,20 @@ class Run:
             self._lock.close()
         self._show(content)
 
+    def lap(self, part: str, since_s: float | None = None) -> None:
+        """A part of the start ends here, which began with the end of the one before."""
+        now_s = time.monotonic()
+        if part not in self.start_s:
+            self.start_s[part] = round(now_s - (since_s or self._lap_s), 3)
+            self._lap_s = now_s
+
     def _show(self, summary: dict[str, Any]) -> None:
         model = f"{self.folder / 'model.pt'} (how to use it: docs/use.md)"
         shown = {key: value for key, value in summary.items() if key != "preprocessing_sha256"}
         if spent_s := shown.get("time_s"):
             shown["time_s"] = in_words(spent_s)
+        if start_s := shown.get("start_s"):
+            shown["start_s"] = ", ".join(f"{part} {s:.1f}" for part, s in start_s.items())
         place = {"output_dir": str(self.folder), "output_dir_bytes": bytes_in(self.folder)}
         show_table({**shown, **place, "model": model})
 

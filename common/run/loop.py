@@ -83,6 +83,7 @@ class Loop:
         self._keys: Any = None
         self._identity = run.identity(plan.global_batch_size, data)
         self._mesh, self._evaluated_step, self._early, self._warned = mesh, -1, "", False
+        run.lap("data and model")
         warn_of_unknown_metric(run.options.best_by, len(data.class_names))
         # Torch only warns: a loss of (samples, 1) and (samples,) compares all pairs.
         warnings.filterwarnings("error", message="Using a target size")
@@ -202,6 +203,7 @@ class Loop:
         state.step += 1
         if first:
             self._compare_replicas()
+            run.lap("first step")
         self._speed.add(self.plan.global_batch_size)
         if run.ranks.is_main and (cost := restart.record(run.folder, state.step, begun)):
             log.info(cost)
@@ -411,6 +413,7 @@ class Loop:
             "val_total": result.total,
             **self._speed.measured(),
             "peak_memory_bytes": peak_memory_bytes(self.run.devices),
+            "start_s": self.run.start_s,
             "time_s": dict(zip(KINDS, spent_s.T.round(decimals=3).tolist(), strict=True)),
             **self.run.history.summary(by_kind(spent_s[0])),
             "resumed_from": self._resumed_from,

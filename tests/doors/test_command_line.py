@@ -70,6 +70,10 @@ def test_make_run_trains_with_its_defaults(recipe: Recipe) -> None:
     promised = "recipe epochs steps train_loss samples_per_s elapsed_s resumed_from".split()
     assert {*promised} <= summary.keys()
     assert (summary["world_size"], len(summary["peak_memory_bytes"])) == (2, 2)
+    start_s = summary["start_s"]
+    assert [*start_s] == ["imports", "ranks", "data and model", "first step"]
+    assert all(s > 0 for s in start_s.values())
+    assert sum(start_s.values()) - start_s["imports"] < summary["elapsed_s"] + start_s["ranks"]
     assert result.stdout.splitlines()[0].startswith("ddp_launch: world_size 2")
     assert "device cpu (no GPU visible)" in result.stdout.splitlines()[0]
     assert re.search(r"val_accuracy +0\.9[789]", result.stdout), "the table at the end"
