@@ -83,20 +83,20 @@ evaluate: need-run $(INSTALLED) ## Evaluate a finished run again, or on other ph
 export: need-run need-to $(INSTALLED) ## Write the model for other programs, and check it: make export RUN=... TO=model.pt2
 	@$(PYTHON) -m recipes export $(RUN) $(TO) $(ARGS)
 
+EXAMPLE := $(if $(filter command,$(firstword $(origin FROM))),$(FROM))
 new: ## Begin a recipe of your own, as a copy of ddp_launch: make new RECIPE=NAME [FROM=images|text] (docs/bring-your-own.md)
 	@expr "$(RECIPE)" : '[a-z][a-z0-9_]*$$' >/dev/null || \
 		{ echo "error: RECIPE=$(RECIPE) is no name: give small letters, digits and _" >&2; exit 2; }
 	@test ! -e tools/$(RECIPE).py && python3 -c 'import keyword; exit(keyword.iskeyword("$(RECIPE)"))' || \
 		{ echo "error: RECIPE=$(RECIPE) is a tool of this project or a word of Python: give another" >&2; exit 2; }
-	@case '$(FROM)' in ''|images|text) ;; *) echo "error: FROM=$(FROM): give images or text" >&2; exit 2;; esac
+	@$(if $(filter-out images text,$(EXAMPLE)),echo "error: FROM: give images or text" >&2; exit 2)
 	@mkdir recipes/$(RECIPE) 2>/dev/null || { echo "error: recipes/$(RECIPE) exists: give another RECIPE" >&2; exit 2; }
 	@for file in __init__ train; do \
 		sed 's/ddp_launch/$(RECIPE)/g' recipes/ddp_launch/$$file.py >recipes/$(RECIPE)/$$file.py; done
 	@sed -i '1s/.*/"""A copy of ddp_launch, yours to change: say here what it trains./' recipes/$(RECIPE)/train.py
-ifdef FROM
-	@cp docs/bring-your-own/$(FROM)_yours.py recipes/$(RECIPE)/yours.py
-	@sed 's|recipes\([/.]\)mine|recipes\1$(RECIPE)|' docs/bring-your-own/$(FROM)_train.diff | git apply
-endif
+	@$(if $(EXAMPLE),cp docs/bring-your-own/$(EXAMPLE)_yours.py recipes/$(RECIPE)/yours.py; \
+	sed 's|recipes\([/.]\)mine|recipes\1$(RECIPE)|' docs/bring-your-own/$(EXAMPLE)_train.diff | git apply || \
+		{ rm -r recipes/$(RECIPE); echo "error: the example is a change of another ddp_launch/train.py" >&2; exit 2; })
 	@echo "recipes/$(RECIPE)/train.py is yours to change: docs/bring-your-own.md shows how"
 
 pack: $(INSTALLED) ## Pack photos into a few large files: make pack DATA=photos OUT=photos.packed [ARGS=--help]

@@ -224,6 +224,8 @@ _OTHER_NAMES: list[tuple[str, ...]] = [
     (r"amp|fp16|bf16|dtype|mixed-precision", "--precision"),
     (r"pretrained|checkpoint|ckpt", "--weights", "--resume"),
     (r"wd", "--weight-decay"),
+    (r"class-weights?", "--class-weights"),
+    (r"class-weights?",),
     (r"max-(grad-)?norm|grad(ient)?-clip(ping)?", "--clip-grad-norm"),
 ]
 """Pattern of an option as tutorials spell it, without `--`; the options here that mean the same."""

@@ -19,6 +19,8 @@ from common.writing import write_bytes
 SETTLE = 3
 """Steps of this process that come before the recorded ones: they allocate and compile."""
 
+_NO_STEP = f"--profile: no step to record: the first {SETTLE} of a process never are"
+
 
 class Profile:
     """Records steps: what the CPU and the GPU do, in ranges named after the phases of a step.
@@ -28,25 +30,24 @@ class Profile:
 
     Args:
         steps: to record. 0: none, and nothing is changed.
-        left: steps until the next evaluation that is later than `SETTLE`.
+        settle: steps of this process that come before them, `SETTLE` or more.
+        left: steps until the first evaluation after those.
         clock, folder: the run's.
     """
 
-    def __init__(self, steps: int, left: int, clock: Clock, folder: Path) -> None:
-        self._clock, self._folder = clock, folder / "profile"
+    def __init__(self, steps: int, settle: int, left: int, clock: Clock, folder: Path) -> None:
+        self._settle, self._clock, self._folder = settle, clock, folder / "profile"
         self._range, self._thread = ExitStack(), threading.get_ident()
         self._profiler: profile | None = None
-        if steps and left <= SETTLE:
-            log.warning(
-                f"--profile: the run makes no step to record; steps 1 to {SETTLE} never are"
-            )
+        if steps and left <= settle:
+            log.warning(_NO_STEP)
         elif steps:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it talks, of missing GPUs too
             gpu = [ProfilerActivity.CUDA] if torch.cuda.is_initialized() else []
-            active = min(steps, left - SETTLE)
+            active = min(steps, left - settle)
             self._profiler = profile(
                 activities=[ProfilerActivity.CPU, *gpu],
-                schedule=schedule(wait=SETTLE - 1, warmup=1, active=active, repeat=1),
+                schedule=schedule(wait=settle - 1, warmup=1, active=active, repeat=1),
                 on_trace_ready=self._write,
                 record_shapes=True,
                 profile_memory=True,
@@ -59,13 +60,18 @@ class Profile:
         if self._profiler:
             self._range.close()
             self._profiler.step()
+            if self._clock.on_kind is None:  # they are written
+                self.end()
 
     def end(self) -> None:
         """Write what was recorded, unless that is done."""
         if self._profiler:
             self._range.close()
+            if self._profiler.step_num <= self._settle:
+                self._profiler.on_trace_ready = None
+                log.warning(_NO_STEP)
             self._profiler.stop()
-            self._profiler = None
+            self._profiler = self._clock.on_kind = None
 
     def _phase(self, kind: str) -> None:
         if threading.get_ident() == self._thread:

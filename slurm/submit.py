@@ -175,7 +175,7 @@ def _submit(
     if "array" in sbatch:
         raise InputError(
             "array: all its tasks would do the same. Give each job its own options: "
-            "-- OPTIONS -- OPTIONS, or submit_array in Python"
+            "-- OPTIONS -- OPTIONS, or --over"
         )
     if request.local and (request.nodes > 1 or len(options) > 1 or sbatch):
         raise InputError(

@@ -81,6 +81,8 @@ def combinations(over: str, below: Path) -> list[Combination]:
             raise InputError(f'--over begins with {word!r}: write --over "--OPTION VALUE VALUE"')
         else:
             values[[*values][-1]].append(word)
+    if not values:
+        raise InputError('--over is empty: write --over "--OPTION VALUE VALUE"')
     if lacking := [option for option, given in values.items() if not given]:
         raise InputError(f"--over gives {lacking[0]} no values: name them behind it")
     found = []
@@ -90,7 +92,7 @@ def combinations(over: str, below: Path) -> list[Combination]:
         found.append(Combination([word for pair in pairs for word in pair], below / name))
     names = [each.folder.name for each in found]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise InputError(f"two runs would have the folder {twice[0]}: give each value once")
+        raise InputError(f"--over gives two runs {twice[0]}: give each value once")
     return found
 
 

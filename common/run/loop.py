@@ -146,10 +146,11 @@ class Loop:
         self._progress = progress_bar(self.last_step, self.state.step, main=run.ranks.is_main)
         self._trace.before(self.state.step + 1)
         begun, per_epoch = self.state.step + 1, self.plan.steps_per_epoch
-        end_of_epoch = -(-(begun + SETTLE) // per_epoch) * per_epoch
+        settle = SETTLE + ((self.state.step + SETTLE) % per_epoch == 0)  # not in an evaluation
+        end_of_epoch = -(-(begun + settle) // per_epoch) * per_epoch
         self._updates = OptimizerSteps(self.state.parts, ddp, whole=self._mesh is None)
         left = min(end_of_epoch, self.last_step) + 1 - begun
-        self._profile = Profile(run.options.profile, left, self.clock, run.folder)
+        self._profile = Profile(run.options.profile, settle, left, self.clock, run.folder)
         first, end = self.state.epoch, -(-self.last_step // self.plan.steps_per_epoch)
         epochs = range(first, max(end, first + 1))  # perhaps only the last evaluation is missing
         return takewhile(lambda _: not self._early, epochs)

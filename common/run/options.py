@@ -27,8 +27,9 @@ class RunOptions:
     log_every: int = may_change(10)
     """Steps between two lines of metrics [steps]; the loss is averaged over ranks."""
     profile: int = may_change(0)
-    """Steps to record with torch's profiler, from the fourth to the epoch's last one; 0: none.
-    Each rank writes profile/rank_N.json, which ui.perfetto.dev opens, and a table of operations."""
+    """Steps to record with torch's profiler, from the fourth of this start (ProfilerStep#3) to the
+    epoch's last one; 0: none. Each rank writes profile/rank_N.json, which ui.perfetto.dev opens,
+    and a table of operations."""
     epoch_weights: bool = may_change(False)
     """Keep the weights after each epoch, in weights/."""
     best_by: str | None = may_change(None)

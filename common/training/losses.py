@@ -19,12 +19,12 @@ class LossOptions:
 
     class_weights: Literal["balanced"] | None = None
     """Weight of a sample's loss, by its class. balanced: rare classes weigh more, in proportion to
-    1 / their samples; the mean over all samples is 1."""
-    label_smoothing: float = 0.0
-    """Share of each label that is spread over all classes."""
+    1 / their samples; the mean over all samples is 1. train_loss is the weighted one."""
+    label_smoothing: float | None = None
+    """Share of each label that is spread over all classes, as torch's cross_entropy does it."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.label_smoothing < 1:
+        if self.label_smoothing is not None and not 0 <= self.label_smoothing < 1:
             raise ValueError(
                 f"--label-smoothing must be from 0 to below 1, got {self.label_smoothing}"
             )
@@ -44,7 +44,8 @@ def cross_entropy_of_samples(options: LossOptions, data: Any) -> nn.CrossEntropy
         InputError: the data has no labels, or a class without training samples.
     """
     weights = _balanced(data) if options.class_weights else None
-    return nn.CrossEntropyLoss(weights, reduction="none", label_smoothing=options.label_smoothing)
+    smoothing = options.label_smoothing or 0.0
+    return nn.CrossEntropyLoss(weights, reduction="none", label_smoothing=smoothing)
 
 
 def _balanced(data: Any) -> Tensor:
@@ -54,6 +55,11 @@ def _balanced(data: Any) -> Tensor:
         raise InputError(
             f"--class-weights needs Data(labels=...), the class of each of {len(data.train)} "
             f"training samples: got {len(labels)}"
+        )
+    if labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() >= len(names):
+        raise InputError(
+            f"--class-weights: Data.labels must be whole numbers from 0 to {len(names) - 1}, the "
+            "places in Data.class_names"
         )
     counts = np.bincount(labels, minlength=len(names))
     if not counts.all():

@@ -38,6 +38,7 @@ from common.group.devices import choose_devices
 from common.launch.ranks import Ranks
 from common.option_rules import may_change
 from common.run import Loop, RunOptions, make_loaders, make_plan, start
+from common.terminal import set_up_logs
 from common.training import Default, ScheduleOptions, evaluate
 from recipes.dp_scratch.lenet import initialize, lenet, refuse_other_images
 from recipes.dp_scratch.lesson import show_lesson
@@ -138,6 +139,7 @@ def train(config: Config, ranks: Ranks) -> None:
     seed = config.run.seed
     choose = partial(choose_devices, config.parallel.devices, config.run.device, on_cpu=2)
     if config.parallel.show:
+        set_up_logs(ranks)
         show_steps(choose(), scatter, all_reduce)
         return
 

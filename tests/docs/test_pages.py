@@ -105,7 +105,7 @@ def test_options_on_pages_are_known(page: str, command: str) -> None:
         assert target in targets, page
     if found := recipe_and_options(command):
         name, options = found
-        if name in recipes() and "--help" not in options:
+        if name not in ("mine", "squares", "lines") and "--help" not in options:
             config = importlib.import_module(f"recipes.{name}.train").Config
             parse(name, config, options)
 

@@ -77,7 +77,8 @@ def test_a_wrong_value_is_refused_before_the_first_run(recipe: Recipe) -> None:
         "0.1 --lr": "begins with '0.1'",
         "--lr": "gives --lr no values",
         "--lr 0.1 --lr 0.2": "names --lr twice",
-        "--lr 0.1 0.1": "two runs would have the folder lr=0.1",
+        "": "--over is empty",
+        "--lr 0.1 0.1": "--over gives two runs lr=0.1",
         "--lr '0.1": "No closing quotation",
     }.items(),
 )

@@ -1,6 +1,7 @@
 """Weights of classes: scikit-learn's numbers, in the loss as scikit-learn takes them."""
 
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,11 @@ from torch.nn.functional import cross_entropy
 
 from common.data.datasets import DataOptions, digits_data, load_data
 from common.errors import InputError
+from common.identity import decisive, differences
 from common.launch.ranks import Ranks
+from common.run.options import flatten
 from common.training import LossOptions, ModelOptions, build_model, cross_entropy_of_samples
+from recipes.ddp_launch.train import Config
 from tests.helpers.images import flowers, photo, small_fashion_mnist
 from tests.helpers.pool import Pool, call_main, in_group
 from tests.helpers.training import training
@@ -34,11 +38,21 @@ def test_weights_are_scikit_learns() -> None:
     data.class_names = ["a", "b", "c", "d", "none"]
     with pytest.raises(InputError, match="no training sample of class none"):
         cross_entropy_of_samples(BALANCED, data)
+    for wrong in (labels + 2, labels - 1, labels / 2, [str(label) for label in labels]):
+        data.labels = wrong
+        with pytest.raises(InputError, match="must be whole numbers from 0 to 4"):
+            cross_entropy_of_samples(BALANCED, data)
     data.labels = ()
     with pytest.raises(InputError, match=r"needs Data\(labels=...\).* each of 500 .* got 0"):
         cross_entropy_of_samples(BALANCED, data)
     with pytest.raises(ValueError, match="--label-smoothing must be from 0 to below 1, got 1"):
         LossOptions(label_smoothing=1.0)
+
+
+def test_runs_that_are_older_than_these_options_go_on() -> None:
+    options = {"recipe": "ddp_launch", **flatten(Config())}
+    older = {name: options[name] for name in options.keys() - asdict(LossOptions()).keys()}
+    assert not differences(decisive(older, Config), decisive(options, Config))
 
 
 def labels_are_those_of_the_samples(ranks: Ranks, folder: Path) -> None:
