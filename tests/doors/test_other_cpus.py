@@ -108,7 +108,7 @@ def test_the_best_kernels_of_two_cpus_differ_and_a_run_that_changes_over_says_so
 
 
 def test_the_page_names_every_operation_that_is_not_portable(machines: Machines) -> None:
-    """Of 215; with AVX-512, each of them differs indeed, some on Intel's CPUs only."""
+    """Of 216; with AVX-512, each of them differs indeed, some on Intel's CPUs only."""
     page = (ROOT / "docs" / "same-numbers.md").read_text()
     part = page.split("## On every x86-64 CPU")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \|", part, re.M)
