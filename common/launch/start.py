@@ -171,10 +171,17 @@ def interrupts_held() -> Iterator[None]:
     """Ranks that start in this block get Ctrl-C only in `run_rank`, where it shows no traceback."""
     resource_tracker.ensure_running()  # which would unblock the signal, if the block began it
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    held: list[int] = []  # of signals that other threads of this process got: numpy may have some
+    handler = signal.getsignal(signal.SIGINT)
+    if callable(handler):
+        signal.signal(signal.SIGINT, lambda number, _: held.append(number))
     try:
         yield
     finally:
+        signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
 def launch(arguments: Sequence[str], nproc: int, options: LaunchOptions) -> int:

@@ -2,7 +2,9 @@
 
 import ctypes
 import hashlib
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -11,6 +13,7 @@ from time import sleep
 import pytest
 
 from common.launch import process
+from common.launch.start import interrupts_held
 from tests.helpers.commands import ROOT, clean_env
 from tests.helpers.pool import PATIENCE_S
 
@@ -51,6 +54,7 @@ def test_a_fork_waits_for_no_thread_that_python_knows() -> None:
 RANK = """
 import multiprocessing, sys
 from common.launch import process
+from common.launch.start import interrupts_held
 from common.launch.ranks import Ranks
 sys.version_info = tuple(map(int, sys.argv[1].split(".")))
 process._let_threads_sleep = lambda: print("waits", flush=True)
@@ -74,6 +78,7 @@ def test_ranks_of_old_pythons_fork_so(version: str, *, waits: bool) -> None:
 PROGRAM = """
 import multiprocessing, signal, sys, threading, time
 from common.launch import process
+from common.launch.start import interrupts_held
 from common.launch.ranks import Ranks
 """
 POOL = """
@@ -121,3 +126,23 @@ def test_nothing_forks_once_cuda_may_have_begun() -> None:
         "common/data/loaders.py",  # the children load samples, which are on the CPU
         "recipes/checkpoint_rnn/plan.py",  # in a new process, to train on a CPU
     }, "use spawn"
+
+
+def test_ctrl_c_that_another_thread_gets_is_held_until_the_ranks_are_started() -> None:
+    """The main thread blocks the signal, so the kernel gives it to one that does not."""
+    done, started = threading.Event(), list[bool]()
+
+    def start() -> None:
+        with interrupts_held():
+            os.kill(os.getpid(), signal.SIGINT)
+            sleep(0.5)  # so long, Python would have raised it here
+            started.append(True)
+
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    done.set()
+    thread.join()
+    assert started
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
