@@ -912,10 +912,19 @@ def test_the_command_line_of_pyxis(submit: Submitter) -> None:
     assert words[words.index("--no-container-entrypoint") + 1 :][:2] == ["python", "-P"]
 
 
+SWEEP = """\
+from slurm.submit import submit_array
+
+sweep = [f"--epochs 1 --lr {lr}" for lr in (0.02, 0.1)]
+jobs = submit_array("ddp_launch", sweep, nodes=1, ntasks_per_node=2, time=60)
+for job in jobs:
+    print(job.job_id, job.task(0).result()["val_accuracy"])
+"""
+
+
 def test_a_job_that_submits_a_sweep_from_python(submit: Submitter) -> None:
-    """The README's sweep as it is written (of two jobs), from a job of another shape."""
-    (sweep,) = re.findall(r"(?s)```python\n(.+?)```", (ROOT / "slurm" / "README.md").read_text())
-    (submit.folder / "sweep.py").write_text(sweep.replace("0.02, 0.05, 0.1", "0.02, 0.1"))
+    """From a job of another shape."""
+    (submit.folder / "sweep.py").write_text(SWEEP)
     (submit.folder / "common").mkdir()  # not the repository's
     (submit.folder / "common" / "__init__.py").touch()
     driver = submit(
