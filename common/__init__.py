@@ -6,7 +6,8 @@ Where to change what. Each room and file imports only from those below it; a tes
     parse               the words of a command line as options
     run/                one run: between two steps, and in its folder
       micro_batches     the parts of a rank's batch in each step of DDP
-      loop              between two steps: --log-every, save, stop, resume, the best epoch
+      loop              between two steps: --log-every, save, stop, resume
+      best              the best epoch: best.pt, --best-by, --patience
       optimizer_steps   what the optimizers of a changed loop really update
       options           --output-dir, --resume, --keep-snapshots, how long ranks wait: --timeout-s
       plan              batch sizes, steps and rates: decided and refused once
@@ -22,7 +23,7 @@ Where to change what. Each room and file imports only from those below it; a tes
       optimizer         options of length, batch size and rate; optimizer, --clip-grad-norm
       ddp               around DistributedDataParallel: accumulation, bf16 gradients, SyncBatchNorm
       virtual_ranks     the same bits on any number of processes
-      evaluation        metrics over every validation sample once; --best-by; a loss that explodes
+      evaluation        metrics over every validation sample once; a loss that explodes
       losses            --class-weights; whether each sample has its own loss
     data/               samples and batches
       loaders           the DataLoader's options; from a data set to a rank's batches
@@ -71,8 +72,9 @@ Where to change what. Each room and file imports only from those below it; a tes
       port              the address and port on which rank 0 listens
       capacity          how many ranks fit this machine; the CPU cores of this process
     watch/              runs that watch themselves
+      advice            what would make a run faster
       stragglers        which rank is slow
-      clock             where the time goes, and advice: data, compute, waiting, saving, evaluation
+      clock             where the time goes: data, compute, waiting, saving, evaluation
       record            where each rank is while it makes no step
       verdict           which rank hangs, and in which collective
     hints               advice for errors of PyTorch, NCCL and CUDA; options as others spell them

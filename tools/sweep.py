@@ -43,7 +43,7 @@ from common.launch.start import usable_gpus
 from common.masking import printable
 from common.output_folder import make_folder
 from common.parse import given_path
-from common.training.evaluation import sign
+from common.run.best import sign
 from recipes.__main__ import recipes
 from tools import runs
 from tools.command import Parser, attempt

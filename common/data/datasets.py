@@ -42,7 +42,7 @@ class LoaderOptions:
 
     num_workers: int | Literal["auto"] | None = may_change(None)
     """Loading processes per rank [processes]; 0: the training process loads.
-    None: for photos one per free CPU core, at most 8; else 0.
+    None: for photos one per free CPU core, at most 16; else 0.
     auto: measured at the start, and remembered in the run's folder."""
     pin_memory: bool = may_change(True)
     """Page-locked host memory for copies to a GPU: about two batches per loading process, which

@@ -29,10 +29,12 @@ from common.data.same_samples import sample_hashes
 from common.errors import StopRequested, TrainingError
 from common.group.collectives import agreed, gather_numbers
 from common.group.stop import StopAgreement
+from common.launch.capacity import usable_cores
 from common.launch.report import say
 from common.masking import printable
 from common.profile import SETTLE, Profile
 from common.replicas import unlike_replicas
+from common.run.best import BestEpoch, warn_of_unknown_metric
 from common.run.check import end_check, folder_of_check
 from common.run.folder import Run
 from common.run.optimizer_steps import OptimizerSteps
@@ -44,11 +46,12 @@ from common.snapshots.state import Stateful, TrainingState
 from common.terminal import progress_bar
 from common.throughput import GPU_FIGURES, Throughput, gpu_use, peak_memory_bytes
 from common.trace import StepTrace
-from common.training.evaluation import Evaluation, best_metric, explosion, warn_of_unknown_metric
+from common.training.evaluation import Evaluation, explosion
 from common.training.losses import refuse_other_losses, warn_of_means
-from common.watch.clock import KINDS, advice, by_kind, shares
+from common.watch.advice import ENOUGH_S, LONG_S, advice, advice_for_gpu, steps_s
+from common.watch.clock import KINDS, by_kind, shares
 from common.watch.stragglers import ComputeTime
-from common.weights import hold, save_weights, unwrapped, weights_sha256
+from common.weights import hold, save_weights, unwrapped
 
 
 class Loop:
@@ -82,7 +85,9 @@ class Loop:
         self.log_every = max(1, self.last_step // 10) if short else run.options.log_every
         self._keys: Any = None
         self._identity = run.identity(plan.global_batch_size, data)
-        self._mesh, self._evaluated_step, self._early, self._warned = mesh, -1, "", False
+        self._mesh, self._evaluated_step, self._early = mesh, -1, ""
+        self._warned = self._advised = False
+        self._workers = 0
         run.lap("data and model")
         warn_of_unknown_metric(run.options.best_by, len(data.class_names))
         # Torch only warns: a loss of (samples, 1) and (samples,) compares all pairs.
@@ -121,8 +126,7 @@ class Loop:
         self._resumed_from = state.step if found else None
         run.resolve(resume=found["file"] if found else "never")
         run.begin(state, self.data, self.plan.global_batch_size)
-        if state.best and run.ranks.is_main:  # the file may be of an epoch that is done again
-            save_weights(state.best["weights"], run.folder / "best.pt")
+        self._best = BestEpoch(run, state)
         if left := self.plan.left_out:
             of = f"{self.plan.samples:,} samples"
             log.info(f"each epoch leaves out {left} of {of}: they fill no batch")
@@ -139,6 +143,7 @@ class Loop:
         run, devices = self.run, self.run.devices
         if folder_of_check():
             end_check(run, self.state, self.data, self.plan, self.steps_left)
+        self._best.write()
         self._stop, self._speed = StopAgreement(devices, leave=self._leave), Throughput(devices)
         BatchWait(run.options.timeout_s, self._stop, run.ranks, lambda: self.state.step)
         if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is ignored
@@ -157,7 +162,7 @@ class Loop:
 
     def steps(self, loader: DeviceBatches) -> DeviceBatches:
         """The batches of this epoch's steps that are still to do."""
-        self._keys = loader.keys
+        self._keys, self._workers = loader.keys, loader.loader.num_workers
         self._keys.set_epoch(self.state.epoch, self.state.batch, self.steps_left)
         return loader
 
@@ -224,6 +229,8 @@ class Loop:
             used = {name: value for name, value in used.items() if not math.isnan(value)}
             run.metrics(state.step, state.epoch, loss=loss, lr=lr, **speed, **spent, **used)
             self._show_slow_ranks(compute_s, **speed)
+            if speed:
+                self._advise_early(spent_s, **speed)
         every = run.options.snapshot_every
         saves = every > 0 and state.step % every == 0
         if self._stop.after(state.step):
@@ -254,6 +261,23 @@ class Loop:
         if self.plan.even or losses.shape[1] < max(self.plan.sizes):
             return losses.flatten()
         return torch.cat([own[:n] for own, n in zip(losses, self.plan.sizes, strict=True)])
+
+    def _advice(self, spent_s: Tensor) -> list[str]:
+        workers, here = self._workers, self.run.ranks.local_world_size
+        return advice(spent_s, workers, max(1, usable_cores() // here))
+
+    def _advise_early(self, spent_s: Tensor, samples_per_s: float) -> None:
+        """Once, in a run that still takes long: say what would make it faster."""
+        left_s = self.steps_left * self.plan.global_batch_size / samples_per_s
+        if self._advised or left_s < LONG_S or steps_s(spent_s) < ENOUGH_S:
+            return
+        self._advised, said, gpu = True, self._advice(spent_s), self.run.device
+        if gpu.type == "cuda":
+            share = torch.cuda.max_memory_reserved(gpu) / torch.cuda.mem_get_info(gpu)[1]
+            compiles = getattr(getattr(self.run.config, "model", None), "compile", None)
+            said += advice_for_gpu(compiles=compiles, memory_share=share)
+        for line in said:
+            log.info(line)
 
     def _show_slow_ranks(self, compute_s: Tensor, samples_per_s: float = 0.0) -> None:
         step_s = self.plan.global_batch_size / (samples_per_s or 1)
@@ -338,7 +362,7 @@ class Loop:
         self._metrics |= {f"val_{name}": mean for name, mean in result.means.items()}
         run.metrics(state.step, state.epoch, **self._metrics)
         found = ", ".join(f"{name} {value:.4f}" for name, value in self._metrics.items())
-        epoch, by = state.epoch + 1, best_metric(run.options.best_by, self._metrics, state.best)
+        epoch = state.epoch + 1
         log.info(f"epoch {epoch}/{self.plan.options.epochs}: {printable(found)}")
         if news := explosion(self._metrics, before, len(self.data.class_names)):
             size, lr = self.plan.global_batch_size, self.plan.options.lr
@@ -346,24 +370,14 @@ class Loop:
                 f"{news}: the learning rate {self.plan.peak_lr:g} is too high for batches "
                 f"of {size}: try --lr {lr / 10:g} in another --output-dir"
             )
+        by = self._best.improves(self._metrics)
         weights = self._of_model(state_dict()) if by or run.options.epoch_weights else {}
         if by:
-            state.best = {"file": "best.pt", "epochs": epoch, by: self._metrics[by]}
-            if run.ranks.is_main:
-                kept = {k: v.detach().to("cpu", copy=True) for k, v in weights.items()}
-                save_weights(kept, run.folder / "best.pt")
-                state.best |= {"weights_sha256": weights_sha256(kept), "weights": kept}
+            self._best.keep(epoch, by, self._metrics[by], weights)
         if run.options.epoch_weights and run.ranks.is_main:
             save_weights(weights, run.folder / "weights" / f"epoch_{state.epoch:04d}.pt")
         self._speed.resume()
-        if run.options.patience:
-            if not state.best:
-                raise TrainingError(
-                    "--patience needs a metric that chooses the best epoch: give --best-by one of "
-                    f"{', '.join(self._metrics)}, and the same --output-dir"
-                )
-            if epoch - state.best["epochs"] >= run.options.patience:
-                self._early = f"no improvement since epoch {state.best['epochs']}"
+        self._early = self._best.end_epoch(epoch)
         if self.steps_left:
             if self._stop.after(state.step, at_once=True):
                 self._leave()
@@ -394,6 +408,7 @@ class Loop:
         if self.state.step != self._evaluated_step:
             self._refuse("finish", "loop.after_epoch before it")
         self._compare_replicas()
+        self._best.write()
         self.state.wait()
         self._profile.end()
         epochs = -(-self.state.step // self.plan.steps_per_epoch)
@@ -404,7 +419,7 @@ class Loop:
             log.info(f"finished early {more['early']}")
             self._progress.close()
         result, spent_s = self._result, gather_numbers(self.clock.seconds())
-        for line in advice(spent_s):
+        for line in self._advice(spent_s):
             log.info(line)
         summary: dict[str, Any] = {
             "epochs": epochs,
@@ -419,8 +434,7 @@ class Loop:
             **self.run.history.summary(by_kind(spent_s[0])),
             "resumed_from": self._resumed_from,
         }
-        if best := self.state.best:
-            summary["best"] = {k: v for k, v in best.items() if k != "weights"}
+        summary |= self._best.summary()
         all_epochs = self.state.step == self.plan.all_steps
         weights = self._of_model(state_dict)
         self.run.finish(weights, all_epochs=all_epochs, **(summary | more))
@@ -445,6 +459,7 @@ class Loop:
         raise KeyboardInterrupt
 
     def _leave(self) -> NoReturn:
+        self._best.write()
         self.save()
         self.state.wait()
         self._profile.end()

@@ -5,7 +5,7 @@ or on every rank if each one has a part of the state.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from common import log
 from common.errors import InputError, TrainingError
 from common.group.collectives import agreed, gather, gather_numbers, gather_to_rank_0
+from common.group.devices import synchronize
 from common.group.process_group import group_for_threads
 from common.seeds import rng_state, seed_everything, set_rng_state
 from common.snapshots.snapshot_files import FORMAT, keep_newest, newest_name, unlike, write
@@ -76,7 +77,7 @@ class TrainingState:
     _writer: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, initializer=os.nice, initargs=(10,))
     )
-    _writing: Future[None] | None = None
+    _writing: list[Future[None]] = field(default_factory=list)
     _group: dist.ProcessGroup | None = None
 
     def save(self, folder: Path, identity: Mapping[str, Any], keep: int) -> None:
@@ -106,10 +107,7 @@ class TrainingState:
 
             mine["parts"], mine["pieces"] = take_apart(parts, self.mesh)
             parts = {}
-        # The next step changes the originals.
-        mine, parts = tree_map_only(
-            Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), (mine, parts)
-        )
+        mine, parts = on_cpu((mine, parts))  # the next step changes the originals
         content = {
             "format": FORMAT,
             "identity": dict(identity),
@@ -122,22 +120,25 @@ class TrainingState:
         if self.mesh is not None:
             content |= {"mesh": list(self.mesh.shape), "mean_loss_sum": losses.mean()}
             self._group = self._group or group_for_threads()
-            self._writing = self._writer.submit(self._write_shard, folder, content, mine, keep)
+            self.in_background(self._write_shard, folder, content, mine, keep)
         elif ranks := gather_to_rank_0(mine):
             content |= {"ranks": ranks, "parts": parts}
-            self._writing = self._writer.submit(_write, folder, self.step, content, keep)
+            self.in_background(_write, folder, self.step, content, keep)
         self.saved_step = self.step
 
+    def in_background(self, write: Callable[..., None], *given: Any) -> None:
+        """Let the thread write a file, after those it has still to write."""
+        self._writing.append(self._writer.submit(write, *given))
+
     def wait(self) -> None:
-        """Wait until the last snapshot is on the disk; every rank calls this.
+        """Wait until the last snapshot and best.pt are on the disk; every rank calls this.
 
         Raises:
             TrainingError: weights are not finite, or the file cannot be written.
         """
         with agreed():
-            if self._writing:
-                writing, self._writing = self._writing, None
-                writing.result()
+            while self._writing:
+                self._writing.pop(0).result()
 
     def next_epoch(self) -> None:
         """Move to the first batch of the next epoch."""
@@ -251,6 +252,25 @@ class TrainingState:
                     "--output-dir must be on a file system that all hosts share"
                 )
             _write(folder, step, content | {"shards": names}, keep)
+
+
+def on_cpu(state: Any) -> Any:
+    """A copy of nested lists and dicts whose tensors are on the CPU.
+
+    A GPU copies into page-locked memory, which torch keeps for the next copy, and is waited for
+    once.
+    """
+    gpus = set()
+
+    def copied(tensor: Tensor) -> Tensor:
+        if tensor.is_cuda:
+            gpus.add(tensor.device)
+        own = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return own.copy_(tensor.detach(), non_blocking=True)
+
+    state = tree_map_only(Tensor, copied, state)
+    synchronize(*gpus)
+    return state
 
 
 def _sizes(names: tuple[str, ...] | None, mesh: list[int] | None) -> str:

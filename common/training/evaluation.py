@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import log
 from common.errors import TrainingError
 from common.group.collectives import gather, gather_numbers
 from common.group.stop import agreement_in_evaluation
@@ -79,16 +78,6 @@ def _refuse_other_labels(labels: Tensor, classes: int) -> None:
             f"a label of the validation data is {wrong[0].item()}, but the model has {classes} "
             f"classes, 0 to {classes - 1}: correct the label, or leave the sample out"
         )
-
-
-def warn_of_unknown_metric(by: str | None, classes: int) -> None:
-    """Warn before the first epoch of a --best-by that `score_classes` does not give.
-
-    A score of your own may give it, so it is refused only after the first epoch.
-    """
-    known = ["train_loss", "val_loss", "val_accuracy", *(["val_top5"] if classes > 5 else [])]
-    if classes and by not in (None, "none", *known):
-        log.warning(f"--best-by {by}: the metrics of classes are {', '.join(known)}")
 
 
 @torch.no_grad()
@@ -206,37 +195,6 @@ def _refuse_other_names(found: Iterable[str], names: list[str]) -> None:
             f"score gave the metrics {', '.join(found)} for a batch, but {', '.join(names)} for "
             "another one: give the same metrics for every batch"
         )
-
-
-def best_metric(
-    by: str | None, found: Mapping[str, float], best: Mapping[str, Any] | None
-) -> str | None:
-    """The metric by which an epoch is the best so far; None if it is not.
-
-    Args:
-        by: a name in `found`; "none" for no best epoch. None: val_accuracy, else val_loss, else
-            none.
-        found: metrics of the epoch. Of losses and errors the lowest is the best, else the highest.
-        best: holds the same metric of the best epoch before.
-    """
-    usual = [name for name in ("val_accuracy", "val_loss") if name in found]
-    by = by or (usual[0] if usual else "none")
-    if by == "none":
-        return None
-    if by not in found:
-        known = ", ".join(found)
-        raise TrainingError(
-            f"--best-by {by} is no metric of this run: give {known}, or none, and the same "
-            "--output-dir"
-        )
-    if not best or by not in best:
-        return by
-    return by if sign(by) * found[by] > sign(by) * best[by] else None
-
-
-def sign(metric: str) -> int:
-    """-1 if the lowest value of a metric is the best one: of losses and errors; else 1."""
-    return -1 if "loss" in metric or "error" in metric else 1
 
 
 def explosion(found: Mapping[str, float], before: Mapping[str, float], classes: int) -> str:

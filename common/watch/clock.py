@@ -24,12 +24,6 @@ is measured in DDP; elsewhere `compute` has it. `other` is what Loop does betwee
 STEP = ("data", "compute", "communication")
 """What a step consists of."""
 
-_DATA, _COMMUNICATION, _SAVE = 0.2, 0.3, 0.1
-"""From which share on something stands out: of the time of the steps; of all time for saving."""
-
-_ENOUGH_S = 10.0
-"""Less time says nothing of a longer run [s]."""
-
 
 class Clock:
     """Adds up the time that this rank spends on each of `KINDS`."""
@@ -155,37 +149,3 @@ def in_words(spent_s: Mapping[str, Sequence[float]]) -> str:
         said.append((mean, f"{kind} {shown}"))
     said.sort(key=lambda pair: -pair[0])
     return ", ".join(words for mean, words in said if mean > 0.005)
-
-
-def advice(seconds: Tensor) -> list[str]:
-    """What stands out in all ranks' `Clock.seconds`, and what to do about it.
-
-    Nothing if nothing stands out, or if the steps took less than `_ENOUGH_S`.
-    """
-    found = shares(seconds)
-    none = [0.0] * len(seconds)
-    steps = [sum(own) for own in zip(*(found.get(kind, none) for kind in STEP), strict=True)]
-    said: list[str] = []
-    if float(seconds.sum(dim=1).max()) * max(steps) < _ENOUGH_S:
-        return said
-
-    def of_steps(kind: str) -> list[float]:
-        own = zip(found.get(kind, none), steps, strict=True)
-        return [part / max(whole, 1e-9) for part, whole in own]
-
-    data, waits = of_steps("data"), of_steps("communication")
-    if max(data) > _DATA:
-        rank = data.index(max(data))
-        said.append(
-            f"for {data[rank]:.0%} of its steps' time rank {rank} waited for data: `make run "
-            "RECIPE=tune_loader` says how many --num-workers help"
-        )
-    if min(waits) > _COMMUNICATION:  # a rank that only waits for a slow one is not all ranks
-        said.append(
-            f"communication took at least {min(waits):.0%} of the steps' time on every rank and "
-            "was not hidden behind computing: larger batches per rank, or "
-            "--gradient-compression bf16"
-        )
-    if (save := max(found["save"])) > _SAVE:
-        said.append(f"saving took {save:.0%} of the time: a larger --snapshot-every, a faster disk")
-    return said

@@ -5,6 +5,7 @@ import math
 import re
 import shlex
 import sys
+import threading
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -14,14 +15,15 @@ from unittest import mock
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
 
 from common.launch.ranks import Ranks
-from common.run import loop
+from common.run import best, loop
 from common.run.options import RunOptions
 from common.snapshots.snapshot_files import list_snapshots, read
 from common.throughput import gpu_use
 from common.training.evaluation import Evaluation
-from common.weights import weights_sha256
+from common.weights import save_weights, weights_sha256
 from recipes.model_parallel_toy import train as parallel
 from recipes.model_parallel_toy.split import ParallelOptions
 from tests.helpers.commands import Recipe, Result
@@ -77,6 +79,38 @@ def test_a_run_that_was_cut_ends_with_the_same_best(
     assert run.summary["resumed_from"] == steps
     assert run.summary["best"] == whole.summary["best"]
     assert (tmp_path / "best.pt").read_bytes() == (whole.folder / "best.pt").read_bytes()
+
+
+def train_with_a_slow_disk(ranks: Ranks, options: list[str]) -> tuple[int, int, str]:
+    """Exit status, how often best.pt was written, and errors, where one write may be enough."""
+    written = []
+
+    def save(weights: dict[str, Tensor], path: Path) -> None:
+        written.append(path.name)
+        assert threading.current_thread() is not threading.main_thread(), "training waits for it"
+        save_weights(weights, path)
+
+    with mock.patch.object(best, "save_weights", save), mock.patch.object(best, "WRITING", 1e-9):
+        status, _, said = call_main(ranks, "ddp_launch", options)
+    return status, written.count("best.pt"), said
+
+
+def test_best_pt_is_written_seldom_where_that_takes_long(
+    pool: Pool, tmp_path: Path, whole: Result
+) -> None:
+    """At first and at the end, also at that of a run that is stopped and goes on."""
+    options = ["--nproc", "1", "--epochs", "3", "--best-by", "val_loss"]
+    options += ["--output-dir", str(tmp_path)]
+    for epochs in (2, 3):
+        cut = [*options, "--max-steps", str(14 * epochs)]
+        ((status, times, said),) = pool.run(train_with_a_slow_disk, 1, cut)
+        assert (status, times) == (0, 2), said
+        name = f"weights/epoch_{epochs - 1:04d}.pt"
+        kept, expected = (
+            torch.load(folder / file, weights_only=True)
+            for folder, file in ((tmp_path, "best.pt"), (whole.folder, name))
+        )
+        assert weights_sha256(kept) == weights_sha256(expected), f"of epoch {epochs}"
 
 
 def test_the_metric_that_is_not_finite_is_named() -> None:

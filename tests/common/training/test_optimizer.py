@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from common.training.evaluation import best_metric, explosion
+from common.run.best import best_metric
+from common.training.evaluation import explosion
 from common.training.optimizer import OptimizerOptions
 
 

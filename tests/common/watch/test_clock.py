@@ -1,10 +1,11 @@
 """Where the time goes: delays that are made on purpose come back as time of the right kind."""
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,12 +15,14 @@ import torch
 
 from common.data.datasets import ArraySamples
 from common.launch.ranks import Ranks
+from common.run import loop
 from common.run.loop import Loop
 from common.training.models import ConvNet
 from common.watch import clock
-from common.watch.clock import KINDS, Clock, advice, in_words, shares
+from common.watch.advice import advice, advice_for_gpu, steps_s
+from common.watch.clock import KINDS, Clock, in_words, shares
 from recipes.ddp_launch import train as ddp_launch
-from tests.helpers.pool import Pool
+from tests.helpers.pool import Pool, call_main
 from tests.helpers.training import run_training
 
 STEPS = 12
@@ -194,7 +197,13 @@ def test_only_what_stands_out_is_said() -> None:
     assert advice(spent(even, even)) == []
     data = [0.0, 45, 55, 0, 0, 0, 0]
     (line,) = advice(spent([0.0, 5, 55, 40, 0, 0, 0], data))
-    assert line.startswith("for 45% of its steps' time rank 1 waited for data: `make run RECIPE=t")
+    assert line.startswith(
+        "for 45% of its steps' time rank 1 waited for data: about --num-workers 1 w"
+    )
+    (line,) = advice(spent(data), workers=4, cores=6)
+    assert "about --num-workers 8 would do (CPU cores per rank: 6)" in line, "4 / 0.55"
+    assert "smaller images" in line, "8 processes on 6 cores bring less"
+    assert steps_s(spent(data)) == pytest.approx(100)
     slower_rank = ([0.0, 0, 100, 0, 0, 0, 0], [0.0, 0, 50, 50, 0, 0, 0])
     assert advice(spent(*slower_rank)) == [], "the line on slow ranks is for that"
     (line,) = advice(spent([0.0, 0, 60, 40, 0, 0, 0], [0.0, 0, 50, 50, 0, 0, 0]))
@@ -202,6 +211,36 @@ def test_only_what_stands_out_is_said() -> None:
     (line,) = advice(spent([0.0, 0, 80, 0, 20, 0, 0]))
     assert line.startswith("saving took 20% of the time")
     assert advice(spent([0.0, 4, 5, 0, 9, 0, 0])) == [], "9 s of steps say nothing yet"
+
+
+def train_for_long(ranks: Ranks, folder: Path) -> str:
+    """What a run says that seems to have hours to go."""
+    with ExitStack() as patches:
+        for name, value in {
+            "LONG_S": 0.0,
+            "ENOUGH_S": 0.0,
+            "advice": lambda *_: ["as ever"],
+        }.items():
+            patches.enter_context(patch.object(loop, name, value))
+        options = ["--nproc", "1", "--max-steps", "8", "--log-every", "2"]
+        status, said, errors = call_main(
+            ranks, "ddp_launch", [*options, "--output-dir", str(folder)]
+        )
+        assert status == 0, errors
+    return said
+
+
+def test_a_long_run_is_told_in_the_middle_and_at_its_end(pool: Pool, tmp_path: Path) -> None:
+    (said,) = pool.run(train_for_long, 1, tmp_path)
+    first, last = (match.start() for match in re.finditer("as ever", said))
+    assert first < said.index("epoch 1/") < last
+
+
+def test_a_gpu_of_which_much_is_left_is_named() -> None:
+    free, compiled = advice_for_gpu(compiles=False, memory_share=0.1), {"compiles": True}
+    assert [line.split()[0] for line in free] == ["--compile", "training"]
+    assert advice_for_gpu(**compiled, memory_share=0.9) == []
+    assert len(advice_for_gpu(compiles=None, memory_share=0.1)) == 1, "the recipe cannot compile"
 
 
 def test_a_table_shows_means_or_the_least_and_most() -> None:

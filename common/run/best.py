@@ -1,0 +1,122 @@
+"""The epoch with the best metric: its weights in best.pt, and when --patience is used up."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from common import log
+from common.errors import TrainingError
+from common.run.folder import Run
+from common.snapshots.state import TrainingState, on_cpu
+from common.weights import save_weights, weights_sha256
+
+WRITING = 0.03
+"""best.pt takes at most about this share of the time to write, however often there is a new one."""
+
+
+class BestEpoch:
+    """Keeps the best epoch of a run in `state.best`, and on rank 0 its weights.
+
+    A thread writes best.pt. A large model that is better in each of many short epochs is written in
+    some of them, and when the run ends. A killed run has it in its snapshot, and a run that resumes
+    writes it again.
+    """
+
+    def __init__(self, run: Run, state: TrainingState) -> None:
+        self._run, self._state = run, state
+        self._not_before_s = 0.0
+        # In a run that resumes, the file may be of an epoch that is done again.
+        self._is_written = "weights" not in (state.best or {})
+
+    def improves(self, metrics: Mapping[str, float]) -> str | None:
+        """The metric by which this epoch is the best one so far; None if it is not.
+
+        Raises:
+            TrainingError: `--best-by` is none of `metrics`, or `--patience` needs one of them.
+        """
+        options = self._run.options
+        by = best_metric(options.best_by, metrics, self._state.best)
+        if options.patience and not by and not self._state.best:
+            raise TrainingError(
+                "--patience needs a metric that chooses the best epoch: give --best-by one of "
+                f"{', '.join(metrics)}, and the same --output-dir"
+            )
+        return by
+
+    def keep(self, epoch: int, metric: str, value: float, weights: Mapping[str, Tensor]) -> None:
+        """Copy the weights of this epoch, counted from 1: it is the best one. On rank 0."""
+        self._state.best = {"file": "best.pt", "epochs": epoch, metric: value}
+        if self._run.ranks.is_main:
+            self._state.best["weights"] = on_cpu(dict(weights))
+            self._is_written = False
+
+    def write(self) -> None:
+        """Let the thread write best.pt, unless it has; `state.wait` says if it cannot."""
+        if not self._is_written:
+            self._is_written = True
+            self._state.in_background(self._save, (self._state.best or {})["weights"])
+
+    def _save(self, weights: dict[str, Tensor]) -> None:
+        begun_s = time.monotonic()
+        save_weights(weights, self._run.folder / "best.pt")
+        now_s = time.monotonic()
+        self._not_before_s = now_s + (now_s - begun_s) / WRITING
+
+    def end_epoch(self, epoch: int) -> str:
+        """Write best.pt if it is time; why the run ends now by `--patience`, or nothing."""
+        if time.monotonic() > self._not_before_s:
+            self.write()
+        patience, best = self._run.options.patience, self._state.best
+        if patience and best and epoch - best["epochs"] >= patience:
+            return f"no improvement since epoch {best['epochs']}"
+        return ""
+
+    def summary(self) -> dict[str, Any]:
+        """What summary.json says of it."""
+        found = {k: v for k, v in (self._state.best or {}).items() if k != "weights"}
+        if weights := (self._state.best or {}).get("weights"):
+            found["weights_sha256"] = weights_sha256(weights)
+        return {"best": found} if found else {}
+
+
+def best_metric(
+    by: str | None, found: Mapping[str, float], best: Mapping[str, Any] | None
+) -> str | None:
+    """The metric by which an epoch is the best so far; None if it is not.
+
+    Args:
+        by: a name in `found`; "none" for no best epoch. None: val_accuracy, else val_loss, else
+            none.
+        found: metrics of the epoch. Of losses and errors the lowest is the best, else the highest.
+        best: holds the same metric of the best epoch before.
+    """
+    usual = [name for name in ("val_accuracy", "val_loss") if name in found]
+    by = by or (usual[0] if usual else "none")
+    if by == "none":
+        return None
+    if by not in found:
+        known = ", ".join(found)
+        raise TrainingError(
+            f"--best-by {by} is no metric of this run: give {known}, or none, and the same "
+            "--output-dir"
+        )
+    if not best or by not in best:
+        return by
+    return by if sign(by) * found[by] > sign(by) * best[by] else None
+
+
+def sign(metric: str) -> int:
+    """-1 if the lowest value of a metric is the best one: of losses and errors; else 1."""
+    return -1 if "loss" in metric or "error" in metric else 1
+
+
+def warn_of_unknown_metric(by: str | None, classes: int) -> None:
+    """Warn before the first epoch of a --best-by that `score_classes` does not give.
+
+    A score of your own may give it, so it is refused only after the first epoch.
+    """
+    known = ["train_loss", "val_loss", "val_accuracy", *(["val_top5"] if classes > 5 else [])]
+    if classes and by not in (None, "none", *known):
+        log.warning(f"--best-by {by}: the metrics of classes are {', '.join(known)}")
