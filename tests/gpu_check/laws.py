@@ -22,6 +22,22 @@ with process_group(Ranks(), device, "auto", 60):
 """
 """Prints the collectives that are not done, as `common.watch` reads them from torch's recorder."""
 
+NO_WAITING = """
+import sys, torch
+from common.run.loop import Loop
+from recipes.ddp_launch.train import main
+after_step, mode = Loop.after_step, torch.cuda.set_sync_debug_mode
+def looked_at(loop, losses):
+    if loop.state.step == 19 and torch.cuda.is_initialized():  # the next one logs
+        mode("default")
+    after_step(loop, losses)
+    if loop.state.step == 3 and torch.cuda.is_initialized():
+        mode("error")
+Loop.after_step = looked_at
+sys.exit(main(sys.argv[1:]))
+"""
+"""ddp_launch, in which torch raises an error at an operation that waits for the GPU."""
+
 
 def base(check: Check) -> tuple[str, ...]:
     """Three epochs with every loss; on a CPU fewer steps."""
@@ -101,6 +117,15 @@ def split_model(check: Check) -> Found:
     return {"holds": largest < 1e-9, "largest_relative_difference": largest}
 
 
+def no_waiting(check: Check) -> Found:
+    few = ("--max-steps", "20", "--log-every", "20", "--clip-grad-norm", "1", "--nproc", "1")
+    folder = str(check.folder / "no waiting")
+    where = ("--device", check.device, "--output-dir", folder)
+    words = (*where, *few, "--global-batch-size", "64" if check.cuda else "8")
+    check.call(sys.executable, "-c", NO_WAITING, *words)
+    return {"holds": True, "steps": 16}
+
+
 def recorder(check: Check) -> Found:
     said = check.call(sys.executable, "-c", RECORDED, check.device).splitlines()[-1]
     return {"holds": "'all_reduce', 'sizes': [[3]]" in said or not check.cuda, "says": said}
@@ -122,6 +147,7 @@ PART = Part(
         "dp_resnet50_trains_on_one_device": data_parallel,
         "the_split_model_is_the_whole_one_in_fp64": split_model,
         "torchs_flight_recorder_is_read": recorder,
+        "no_step_waits_for_the_gpu_between_two_log_lines": no_waiting,
     },
     at_once=4,
 )
