@@ -162,7 +162,7 @@ class Loop:
 
     def steps(self, loader: DeviceBatches) -> DeviceBatches:
         """The batches of this epoch's steps that are still to do."""
-        self._keys, self._workers = loader.keys, loader.loader.num_workers
+        self._keys, self._workers = loader.keys, getattr(loader.loader, "num_workers", 0)
         self._keys.set_epoch(self.state.epoch, self.state.batch, self.steps_left)
         return loader
 
