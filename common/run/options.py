@@ -36,7 +36,7 @@ class RunOptions:
     """Metric that chooses the epoch whose weights are kept in best.pt, or none for no such file.
     Of a metric with loss or error in its name the lowest is the best, else the highest. After a
     change, only later epochs count. Where writing takes long, not every better epoch is written at
-    once, but the best one is at the end or at a stop. None: val_accuracy, else val_loss, else none."""
+    once; the best one is at the end or at a stop. None: val_accuracy, else val_loss, else none."""
     patience: int | None = may_change(None)
     """Finish early, after so many epochs in a row that were not the best by --best-by [epochs].
     None: train all --epochs."""
