@@ -19,7 +19,7 @@ from common.group.process_group import process_group
 from common.launch.ranks import Ranks
 from common.training.virtual_ranks import Tree
 from tests.helpers.commands import wait_for
-from tests.helpers.pool import Pool, in_group
+from tests.helpers.pool import PATIENCE_S, Pool, in_group
 
 TIMEOUT_S = 3.0
 
@@ -147,3 +147,32 @@ def test_a_rank_that_does_not_come_to_where_all_connect_is_named(
     pool.run(in_group, 2, repr)  # imports what a busy machine needs longer than TIMEOUT_S for
     said, _ = pool.run(does_not_come, 2, place, tmp_path / "ended")
     assert f"rank 1 on {os.uname().nodename} did not come to {place} in" in said
+
+
+def end_with(ranks: Ranks, says: str) -> str:
+    """What a rank hears whose last barrier fails with these words after it has passed it."""
+    barrier = dist.barrier
+
+    def passed() -> None:
+        barrier()
+        raise RuntimeError(says)
+
+    try:
+        with (
+            mock.patch.object(dist, "barrier", passed if ranks.rank else barrier),
+            process_group(ranks, torch.device("cpu"), "gloo", PATIENCE_S / 2),
+        ):
+            pass
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return ""
+
+
+def test_a_rank_that_left_first_is_no_failure(pool: Pool) -> None:
+    """gloo may say so before the barrier's end; a rank that does not come is one."""
+    closed, late = "[pair.cc:561] Connection closed by peer [127.0.0.1]:1", "Timed out waiting"
+    assert pool.run(end_with, 2, closed) == ["", ""]
+    assert pool.run(end_with, 2, late) == ["", late]
