@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from itertools import takewhile
 from statistics import fmean
@@ -86,7 +86,9 @@ class Loop:
         self._keys: Any = None
         self._identity = run.identity(plan.global_batch_size, data)
         self._mesh, self._evaluated_step, self._early = mesh, -1, ""
-        self._warned = self._advised = False
+        self._warned = self._advised = self._told_lr = False
+        self.awaits = ""
+        """An option that has no effect until `micro_batches.of` is called."""
         self._workers = 0
         run.lap("data and model")
         warn_of_unknown_metric(run.options.best_by, len(data.class_names))
@@ -103,6 +105,7 @@ class Loop:
             False if this run is already finished.
         """
         run, seed = self.run, self.run.options.seed
+        _refuse_other_parts(parts)
         loss_sum = torch.zeros((), dtype=torch.float64, device=run.devices[0])
         sizes = () if self.plan.even else self.plan.sizes
         samples = sample_hashes(self.data)
@@ -138,6 +141,7 @@ class Loop:
         They end early once `--patience` is used up. With `ddp`, a rank is found that takes longer
         than the others between two backward passes.
         """
+        self._refuse_unless("state", "loop.resume(model=model, ...)", "loop.epochs")
         if ddp is not None:
             self.compute.follow(ddp)
         run, devices = self.run, self.run.devices
@@ -162,6 +166,7 @@ class Loop:
 
     def steps(self, loader: DeviceBatches) -> DeviceBatches:
         """The batches of this epoch's steps that are still to do."""
+        self._refuse_unless("_updates", "`for _ in loop.epochs(ddp)`", "loop.steps")
         self._keys, self._workers = loader.keys, getattr(loader.loader, "num_workers", 0)
         self._keys.set_epoch(self.state.epoch, self.state.batch, self.steps_left)
         return loader
@@ -208,6 +213,11 @@ class Loop:
         state.batch += 1
         state.step += 1
         if first:
+            if self.awaits:
+                raise TrainingError(
+                    f"{self.awaits} has no effect: take the batch's parts from "
+                    "`micro_batches.of(batch)`"
+                )
             self._compare_replicas()
             run.lap("first step")
         self._speed.add(self.plan.global_batch_size)
@@ -227,6 +237,7 @@ class Loop:
             spent = {f"time_{kind}": fmean(own) for kind, own in shares(since_s).items()}
             used = dict(zip(GPU_FIGURES, gpus.nanmean(0).tolist(), strict=True))
             used = {name: value for name, value in used.items() if not math.isnan(value)}
+            lr = self._lr_used(lr)
             run.metrics(state.step, state.epoch, loss=loss, lr=lr, **speed, **spent, **used)
             self._show_slow_ranks(compute_s, **speed)
             if speed:
@@ -240,6 +251,17 @@ class Loop:
             self._speed.resume()
         self._trace.before(state.step + 1)
         self.clock.begin_step()
+
+    def _lr_used(self, planned: float) -> float:
+        """The learning rate of this step's update: the plan's, unless the loop has another one."""
+        used = planned if self._updates.lr is None else float(self._updates.lr)
+        if not self._told_lr and not math.isclose(used, planned, rel_tol=1e-6):
+            self._told_lr = True
+            log.info(
+                f"the optimizer's learning rate is {used:g}, not the plan's {planned:g} (--lr, "
+                "--lr-schedule, --warmup-epochs, --scale-lr), which set_lr(optimizer, loop.lr) sets"
+            )
+        return used
 
     def _gather(self, losses: Tensor) -> Sequence[Tensor]:
         """All ranks' losses of this step and of the epoch, times and GPU use, in one message."""
@@ -320,6 +342,10 @@ class Loop:
             self._refuse("after_step", "loop.after_epoch after each epoch's last step")
         if self._keys is None or self._keys.epoch != state.epoch:
             self._refuse("after_step", f"{steps}, which chooses the epoch's samples")
+
+    def _refuse_unless(self, attribute: str, before: str, call: str) -> None:
+        if attribute not in vars(self):
+            raise TrainingError(f"{call} came without {before} before it")
 
     def _refuse(self, call: str, expected: str) -> NoReturn:
         state, per_epoch = self.state, self.plan.steps_per_epoch
@@ -471,3 +497,16 @@ class Loop:
         )
         run_status.say(run_status.STOPPED)
         raise StopRequested
+
+
+def _refuse_other_parts(parts: Mapping[str, Any]) -> None:
+    """Raise TrainingError unless each part has a state, and the model is one of them."""
+    if "model" not in parts:
+        given = ", ".join(parts) or "nothing"
+        raise TrainingError(f"loop.resume needs model=, the model that is trained, got {given}")
+    for name, part in parts.items():
+        if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
+            raise TrainingError(
+                f"loop.resume({name}=...) needs an object with state_dict() and load_state_dict(), "
+                f"such as a model or an optimizer, got {type(part).__name__}"
+            )

@@ -27,6 +27,9 @@ class MicroBatches:
         """Change how `ddp`, before its first forward pass, sums up gradients. Calls collectives."""
         self.ddp, self.options, self.loop = ddp, options, loop
         self.size = loop.plan.micro_batch_size
+        if options.virtual_ranks or options.accumulate > 1:
+            shards = f"--virtual-ranks {options.virtual_ranks}"
+            loop.awaits = shards if options.virtual_ranks else f"--accumulate {options.accumulate}"
         norms = (m for m in ddp.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
         statistics = {id(buffer) for norm in norms for buffer in norm.buffers()}
         if all(id(buffer) in statistics for buffer in ddp.buffers()):
@@ -45,6 +48,7 @@ class MicroBatches:
 
     def of(self, batch: Any) -> Iterator[Any]:
         """The parts of this rank's batch; DDP sends gradients with the last part only."""
+        self.loop.awaits = ""
         if self.options.virtual_ranks:
             seed_shards(self.ddp, self.loop.run.options.seed, self.loop.state.step)
         yield from micro_batches(self.ddp, batch, self.options.accumulate)

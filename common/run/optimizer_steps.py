@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -12,6 +13,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._pytree import tree_leaves
 
 from common import log
 from common.errors import TrainingError
@@ -31,9 +33,9 @@ class OptimizerSteps:
     def __init__(
         self, parts: Mapping[str, Any], ddp: DistributedDataParallel | None, *, whole: bool
     ) -> None:
-        self._parts, self._whole, self._by_ddp = parts, whole, ddp is not None
+        self._parts, self._whole, self._ddp = parts, whole, ddp
         self._may_lack = ddp is not None and ddp.find_unused_parameters
-        self._known = {part for part in parts.values() if isinstance(part, Optimizer)}
+        self._known = dict.fromkeys(part for part in parts.values() if isinstance(part, Optimizer))
         scalers = (part for part in parts.values() if isinstance(part, GradScaler))
         self._scaler = next((part for part in scalers if part.is_enabled()), None)
         self._begun = self._trained()
@@ -42,6 +44,10 @@ class OptimizerSteps:
         self._counts, self._depth = Counter[Optimizer](), 0
         self._gradients: dict[Tensor, bool] | None = {}  # of the first update
         self._all_zero = True
+        self._old_gradients: bool | None = None  # not looked for yet
+        self._main = next(iter(self._known), None)
+        self.lr: float | None = None
+        """Learning rate of the last update, of the first optimizer that a snapshot holds."""
         for hook in _hooks:
             hook.remove()
         before, behind = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
@@ -54,9 +60,11 @@ class OptimizerSteps:
         self._depth -= 1
         if not self._depth:  # else an optimizer that wraps this one steps
             self._counts[optimizer] += 1
+        if optimizer is self._main:
+            self.lr = optimizer.param_groups[0]["lr"]
         if self._gradients is None:
             return
-        self._known.add(optimizer)
+        self._known[optimizer] = None
         for value in _held([optimizer]):
             gradient = value.grad
             self._gradients[value] = gradient is not None or self._gradients.get(value, False)
@@ -96,9 +104,37 @@ class OptimizerSteps:
                 "an update every N batches, give --accumulate N"
             )
         gradients, self._gradients, self._scale = self._gradients, None, 0.0
-        if counts and gradients is not None and (wrong := self._wrong(gradients)):
-            raise TrainingError(f"{wrong} (step {step})")
+        if counts and gradients is not None:
+            if wrong := self._wrong(gradients):
+                raise TrainingError(f"{wrong} (step {step})")
+            if self._ddp:
+                self._look_for_old_gradients(self._ddp)
+        elif self._old_gradients:
+            raise TrainingError(
+                f"the gradients of step {step - 1} were still there when the backward pass of step "
+                f"{step} began: call optimizer.zero_grad() in each step; for an update every N "
+                "batches, give --accumulate N"
+            )
         return gradients is not None
+
+    def _look_for_old_gradients(self, ddp: DistributedDataParallel) -> None:
+        """When the next backward pass begins; the forward pass may come before zero_grad()."""
+        self._old_gradients = None
+
+        def look(_: Tensor) -> None:
+            if self._old_gradients is None:
+                found = [value.grad for value in self._begun.values() if value.grad is not None]
+                left = [gradient.any() for gradient in found if not gradient.is_sparse]
+                self._old_gradients = bool(left) and bool(torch.stack(left).any())
+
+        def follow(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
+            for part in tree_leaves(outputs):
+                if isinstance(part, Tensor) and part.requires_grad:
+                    hook.remove()
+                    part.register_hook(look)
+                    return
+
+        hook = ddp.register_forward_hook(follow)
 
     def _refuse_other_trained(self, step: int) -> None:
         begun, now = self._begun, self._trained()
@@ -140,7 +176,7 @@ class OptimizerSteps:
                 "requires_grad_(False) before DDP is made; if it is used in some steps, "
                 "DistributedDataParallel(..., find_unused_parameters=True)"
             )
-            if self._by_ddp:
+            if self._ddp:
                 return said
             log.warning(said)
         if self._before and any(rates) and not self._scaler and self._before == self._bits():

@@ -39,7 +39,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 def train_without_waiting(ranks: Ranks, folder: Path, waits: str) -> None:
-    """An epoch. The first and the last step may wait, and what follows an evaluation's batches."""
+    """An epoch. Its first two and its last step may wait, and what follows the evaluation."""
     after_step, score = loops.Loop.after_step, evaluation.score_classes
     steps, batches = iter(range(STEPS)), iter(range(BATCHES))
     refused = ExitStack()
@@ -51,7 +51,7 @@ def train_without_waiting(ranks: Ranks, folder: Path, waits: str) -> None:
         if step == 5 and waits == "step":
             losses.sum().item()
         after_step(loop, losses)
-        if step == 0:
+        if step == 1:
             refused.enter_context(NoWaiting())
 
     def scored(model: Any, batch: Any) -> Any:

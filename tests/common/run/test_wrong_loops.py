@@ -24,6 +24,7 @@ RESUME = "loop.resume(model=model, optimizer=optimizer, scaler=scaler)"
 STEPS = "loop.steps(loader)"
 EPOCHS = "for _ in loop.epochs(ddp):  # times ddp's steps, to find a slow rank"
 FORWARD, BACKWARD, STEP = "ddp(images)", "scaler.scale(loss).backward()", "scaler.step(optimizer)"
+ZERO, PARTS = "optimizer.zero_grad(set_to_none=True)", "micro_batches.of(batch)"
 AFTER_STEP = "loop.after_step(torch.cat(losses))  # logs, saves, stops on a signal"
 RESULT = "result = evaluate(model, val_loader, len(data.val))"
 AFTER_EPOCH = "loop.after_epoch(result, model.state_dict)  # keeps the weights if they are the best"
@@ -155,6 +156,30 @@ WRONG = {
         | {"loop = Loop(": "optimizer.add_param_group({'params': [own]})\n        loop = Loop("}
         | {"loss = losses[-1].sum()": "loss = own.prod() * losses[-1].sum()"},
         r"a parameter of shape \(3,\), which SGD changes, is in no snapshot",
+        (1,),
+    ),
+    "no zero_grad": Case({ZERO: "pass"}, "the gradients of step 1 were still there", (1, 2)),
+    "zero_grad in each second step": Case(
+        {ZERO: "loop.state.step % 2 and optimizer.zero_grad()"}, "of step 1 were still there", (1,)
+    ),
+    "virtual ranks whose parts are not taken": Case(
+        {PARTS: "[batch]"}, "--virtual-ranks 4 has no effect", (1, 2), ("--virtual-ranks", "4")
+    ),
+    "accumulation whose parts are not taken": Case(
+        {PARTS: "[batch]"}, "--accumulate 2 has no effect", (1,), ("--accumulate", "2")
+    ),
+    "range for loop.epochs": Case(
+        {EPOCHS: "for _ in range(2):"}, r"loop\.steps came without `for _ in loop\.epochs", (1,)
+    ),
+    "no resume": Case(
+        {f"if not {RESUME}": "if False"}, r"loop\.epochs came without loop\.resume\(model", (1,)
+    ),
+    "a resume without the model": Case(
+        {RESUME: "loop.resume(net=model)"}, r"loop\.resume needs model=, .* got net", (1,)
+    ),
+    "a resume of a state_dict": Case(
+        {RESUME: "loop.resume(model=model.state_dict())"},
+        r"loop\.resume\(model=\.\.\.\) needs an object with state_dict",
         (1,),
     ),
     "no update": Case({STEP: "pass"}, "no optimizer made an update .* step 1", (1, 2)),
@@ -353,6 +378,12 @@ RIGHT = {
         {"set_lr(optimizer, loop.lr)": "set_lr(optimizer, loop.lr * (loop.state.step > 1))"},
         ranks=(1,),
     ),
+    "zero_grad before the forward pass": Case(
+        {ZERO: "pass"} | {"losses = []": "losses = []; optimizer.zero_grad(set_to_none=False)"}
+    ),
+    "zero_grad before the backward pass": Case(
+        {ZERO: "pass", BACKWARD: f"optimizer.zero_grad(); {BACKWARD}"}, ranks=(1, 2)
+    ),
     "fp16": Case({}, options=("--precision", "fp16", "--optimizer", "adamw", "--lr", "0.001")),
     "fp64": Case({}, options=("--precision", "fp64", "--momentum", "0", "--channels-last")),
     "bf16": Case({}, options=("--precision", "bf16", "--freeze-layers")),
@@ -416,6 +447,10 @@ def test_statistics_are_sent_at_an_evaluation_and_not_in_each_step(
 
 
 WARNED = {
+    "a learning rate that set_lr does not set": (
+        {"set_lr(optimizer, loop.lr)": "pass"},
+        "the optimizer's learning rate is 0.1, not the plan's 0.07525 ",
+    ),
     "a buffer that no snapshot holds": (
         {
             PARALLELISE: """
