@@ -69,6 +69,9 @@ def start(name: str, arguments: Sequence[str]) -> int:
         recipe = import_module(f"recipes.{name}.train")
     except ImportError as error:
         return refuse_missing(error)
+    except SystemExit as end:
+        ends = f"recipes/{name}/train.py ends with sys.exit({end.code!r}) when it is imported"
+        return report(InputError(f"{ends}, and trains nothing: remove that call"), Ranks())
     except Exception as error:
         return report(_of_a_variable(error) or error, Ranks())
     gc.freeze()

@@ -9,6 +9,7 @@ import re
 import shlex
 from collections import Counter
 from contextlib import suppress
+from itertools import pairwise
 
 _STRONG = r"[\w-]*(?:token(?!s|iz)|secret|passw|passphrase|pwd|credential|api_?key)[\w-]*"
 """A name whose value is a secret, whatever it looks like."""
@@ -19,15 +20,18 @@ _WEAK = (
 """A name whose value is one if it looks like one: `key` is the name of much else."""
 _NAME = re.compile(rf"(?i)(?<![\w$-])(?:(?P<strong>{_STRONG})|{_WEAK})")
 _OPTION = re.compile(
-    rf"(?i)(?<!\S)(['\"]?--(?:{_STRONG}|{_WEAK})(?:=|\s+))" r"(?:'[^']*'|\"[^\"]*\"|\S+)"
+    rf"(?i)(?<!\S)(['\"]?--(?:[\w-]+\.)*(?:{_STRONG}|{_WEAK})(?:=|\s+))"
+    r"(?:'[^']*'|\"[^\"]*\"|\S+)"
 )
-_WHOLE = re.compile(rf"(?i)--(?:{_STRONG}|{_WEAK})=")
+_WHOLE = re.compile(rf"(?i)--(?:[\w-]+\.)*(?:{_STRONG}|{_WEAK})(?:=|$)")
 _KNOWN = re.compile(
     rf"""(?ix)
     ( \w:// ) [^/\s'"]+ (?=@)                                   # the user part of a URL
     | ( [?&;] (?:{_STRONG}|{_WEAK}) = ) [^&\s'";]+               # of its query
     | ( \b authorization ['"]? \s* [:=] \s* ['"]? (?: [a-z]+ [ ] )? ) [^\s'"]+
     | ( \b (?: bearer | basic (?= \s+ [^\s'"]* (?-i: \d | = | [a-z][A-Z] ) ) ) \s+ ) [^\s'"]+
+    | ( \b AccountKey= | \b hooks\.slack\.com/services/ ) [^\s;'"]+
+    | \b (?: eyJ [\w-]+ | SG ) \. [\w-]{{8,}} \. [\w-]{{8,}}
     | \b (?: gh[pousr]_ | github_pat_ | glpat- | hf_ | xox[abp]- | sk- | AKIA ) [\w-]{{8,}}"""
 )
 _RUN = re.compile(r"(?<![\w+/=.-])(?<!sha256:)[A-Za-z0-9+_-]{20,}={0,2}(?![\w.])")
@@ -56,10 +60,12 @@ def printable(text: object, keep: str = "") -> str:
 def masked_command(command: str) -> str:
     """A command line with *** in place of secrets."""
     with suppress(ValueError):  # no quoted words
-        for word in shlex.split(command):
+        for before, word in pairwise(["", *shlex.split(command)]):
             # Quoted as a whole, `_plain` would take its end for another word.
-            if (option := _WHOLE.match(word)) and shlex.quote(word) != word:
+            if shlex.quote(word) != word and (option := _WHOLE.match(word)):
                 command = command.replace(shlex.quote(word), f"{option[0]}***")
+            elif shlex.quote(word) != word and _WHOLE.fullmatch(before):
+                command = command.replace(shlex.quote(word), "***")
     return _plain(command)
 
 

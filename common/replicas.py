@@ -33,6 +33,14 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return (rows.view(torch.int64) * weights).sum()
 
 
+def fingerprints(weights: Mapping[str, Any]) -> frozenset[int]:
+    """Those of a whole model's tensors; none if one of them is sharded, or on `meta`."""
+    values = [value for value in weights.values() if isinstance(value, Tensor)]
+    if any(type(v) not in (Tensor, nn.Parameter) or v.is_meta or v.is_quantized for v in values):
+        return frozenset()
+    return frozenset(torch.stack([fingerprint(v).cpu() for v in values]).tolist() if values else ())
+
+
 def unlike_replicas(parts: Mapping[str, Any], step: int, *, buffers: bool) -> str:
     """Compare all ranks' parameters, optimizer states and learning rates; every rank calls this.
 

@@ -38,7 +38,9 @@ COMMANDS = {
 def recipes() -> dict[str, str]:
     """Name of each recipe to the first line of its train.py, read without importing torch."""
     files = sorted(Path(__file__).parent.glob("*/train.py"))
-    first = {file.parent.name: file.read_text().partition("\n")[0] for file in files}
+    first = {
+        file.parent.name: file.read_text(errors="replace").partition("\n")[0] for file in files
+    }
     return {name: line.strip('"') for name, line in first.items()}
 
 

@@ -42,6 +42,7 @@ from common.data.image_folder import (
     left_out,
     listed,
     refuse_images_twice,
+    warn_of_loose_images,
 )
 from common.data.loaders import make_loader
 from common.data.packed import INDEX
@@ -137,6 +138,7 @@ def photos(run: Trained, folder: Path, ranks: Ranks) -> Samples:
         if missing := set(run.classes) - set(names):
             log.warning(f"--data-path {folder} has no images of {listed(missing)}")
         refuse_images_twice([folder], names)
+        warn_of_loose_images(folder)
         found = {name: images_and_others(folder / name) for name in names}
         files = [(path, name) for name, (images, _) in found.items() for path in images]
         if others := [path for _, more in found.values() for path in more]:

@@ -42,6 +42,7 @@ from common.data.packed import HEAD, INDEX, RESTORE, Pack, Shard
 from common.errors import InputError, TrainingError
 from common.launch.capacity import usable_cores
 from common.launch.ranks import Ranks
+from common.masking import printable
 from common.option_rules import refuse_below
 from common.parse import given_path, input_errors
 from common.reading import refuse_closed
@@ -276,6 +277,16 @@ def index(root: Path, suffix: str = "") -> str:
         refuse_closed("DATA", path)
         if not path.is_file():  # opening a pipe would wait for its writer
             raise InputError(f"{path} is no file: remove it")
+    real: dict[tuple[int, int], Path] = {}
+    for path in tars:
+        about = path.stat()
+        if (other := real.setdefault((about.st_dev, about.st_ino), path)) is not path:
+            raise InputError(f"{path} and {other} are the same file by a link: remove one of them")
+    if not suffix and (loose := [p for p in root.rglob("*") if is_image(p.name) and p.is_file()]):
+        log.warning(
+            f"{len(loose)} images beside the tar files are left out, the first of them "
+            f"{printable(loose[0])}: to pack a folder of images, give OUT, too"
+        )
     counts, names, classes = list[int](), list[str](), list[str]()
     records, faults, others = list[tuple[int, ...]](), list[str](), list[Path]()
     with progress_bar(len(tars), unit="tar file", desc="indexing", keep=False) as bar:
@@ -314,6 +325,9 @@ def index(root: Path, suffix: str = "") -> str:
     place = {name: number for number, name in enumerate(known)}
     labels = np.array([place[name] for name in classes], np.int32)
     train_count = counts[len(groups[0]) - 1] if len(groups) > 1 else 0
+    if len(groups) > 1 and not 0 < train_count < len(names):
+        part = root / ("val" if train_count else "train")
+        raise InputError(f"the tar files in {part} hold no {name_of(suffix)}")
     if train_count and (new := {*classes[train_count:]} - {*classes[:train_count]}):
         raise InputError(
             f"{root / 'val'} has classes that train/ has not: {', '.join(sorted(new))}"
@@ -401,12 +415,14 @@ def label_in(name: str, kind: str, content: bytes, path: Path) -> dict[str, str]
     """The class that a sample's .cls or .json file gives it, by the file's name; empty: none."""
     try:
         if kind == "cls":
-            return {name: content.decode().strip()}
+            return {name: content.decode("utf-8-sig").strip()}
         said = json.loads(content)
         said = said if isinstance(said, dict) else {}
         given = [said[n] for n in ("cls", "label", "class") if n in said]
         if given and (isinstance(given[0], bool) or not isinstance(given[0], str | int)):
             raise ValueError(f"a class is a text or a whole number, and not {given[0]}")
+        if len({*map(str, given)}) > 1:
+            raise ValueError(f"two classes: {given[0]} and {given[1]}")
         return {name: str(given[0])} if given else {}
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: {name} gives no class ({error})") from None

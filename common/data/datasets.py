@@ -121,6 +121,13 @@ class Data:
                     f"the data set has no samples in Data.{part}: give it at least one"
                 )
             samples.classes = len(self.class_names)
+        if self.train.source is self.val.source:
+            both = np.intersect1d(self.train.indices, self.val.indices)
+            if len(both):
+                log.warning(
+                    f"{len(both)} samples to validate on are trained on, too, such as number "
+                    f"{both[0]}: the metrics will be too good"
+                )
         if not isinstance(self.fingerprint, str) or not self.fingerprint:
             raise InputError(
                 f"Data.fingerprint is {self.fingerprint!r}: give a text that changes with the data "

@@ -158,8 +158,20 @@ def refuse_images_twice(folders: Sequence[Path], names: Sequence[str]) -> None:
 
 
 def class_names(folder: Path) -> list[str]:
-    """Names of the sub-folders, sorted."""
-    return sorted(p.name for p in folder.iterdir() if p.is_dir() and _is_data(p.name))
+    """Names of the sub-folders, sorted. InputError: one is a link that leads nowhere."""
+    entries = [path for path in folder.iterdir() if _is_data(path.name)]
+    for path in entries:
+        if path.is_symlink() and not path.suffix and not path.exists():
+            raise InputError(f"{path} is a link that leads nowhere: restore what it named, or it")
+    return sorted(path.name for path in entries if path.is_dir())
+
+
+def warn_of_loose_images(folder: Path) -> None:
+    """Warn of images that lie beside the folders of the classes."""
+    loose = [e for e in os.scandir(folder) if is_image(e.name) and _is_data(e.name)]
+    if loose := [entry for entry in loose if Path(entry.path).is_file()]:
+        said = f"{len(loose)} images in {folder} are left out: they are in no class's folder"
+        log.warning(printable(said))
 
 
 def listed(names: Iterable[str]) -> str:
@@ -225,10 +237,7 @@ def _list_classes(
         parts = found[number * len(names) : (number + 1) * len(names)]
         if others := [path for part in parts for path in part.others]:
             log.info(left_out(others))
-        loose = [e for e in os.scandir(folder) if is_image(e.name) and _is_data(e.name)]
-        if loose := [entry for entry in loose if Path(entry.path).is_file()]:
-            said = f"{len(loose)} images in {folder} are left out: they are in no class's folder"
-            log.warning(printable(said))
+        warn_of_loose_images(folder)
     before = np.cumsum([0, *(len(part.joined) for part in found)])
     ends = [part.ends + start for part, start in zip(found, before[:-1], strict=True)]
     joined = np.frombuffer(b"".join(part.joined for part in found), np.uint8)

@@ -87,7 +87,8 @@ class LaunchOptions:
         if self.shrink and not self.restarts:
             raise ValueError("--shrink needs --restarts, the number of restarts")
         if not 0 <= self.port < 2**16:
-            raise ValueError(f"--master-port must lie in 1..65535, got {self.port}")
+            given = "MASTER_PORT" if self.master_port is None else "--master-port"
+            raise ValueError(f"{given} must lie in 1..65535, got {self.port}")
 
     @property
     def address(self) -> str:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,11 +30,12 @@ from common.data.same_samples import sample_hashes
 from common.errors import StopRequested, TrainingError
 from common.group.collectives import agreed, gather_numbers
 from common.group.stop import StopAgreement
+from common.identity import refuse_unlike_rank_0
 from common.launch.capacity import usable_cores
 from common.launch.report import say
 from common.masking import printable
 from common.profile import SETTLE, Profile
-from common.replicas import unlike_replicas
+from common.replicas import fingerprints, unlike_replicas
 from common.run.best import BestEpoch, warn_of_unknown_metric
 from common.run.check import end_check, folder_of_check
 from common.run.folder import Run
@@ -86,7 +88,7 @@ class Loop:
         self._keys: Any = None
         self._identity = run.identity(plan.global_batch_size, data)
         self._mesh, self._evaluated_step, self._early = mesh, -1, ""
-        self._warned = self._advised = self._told_lr = False
+        self._warned = self._advised = self._told_lr = self._told_other = False
         self.awaits = ""
         """An option that has no effect until `micro_batches.of` is called."""
         self._workers = 0
@@ -106,6 +108,8 @@ class Loop:
         """
         run, seed = self.run, self.run.options.seed
         _refuse_other_parts(parts)
+        if run.scaler.is_enabled() and not any(isinstance(p, GradScaler) for p in parts.values()):
+            log.warning("no snapshot holds the scale of fp16: give loop.resume(scaler=run.scaler)")
         loss_sum = torch.zeros((), dtype=torch.float64, device=run.devices[0])
         sizes = () if self.plan.even else self.plan.sizes
         samples = sample_hashes(self.data)
@@ -142,6 +146,8 @@ class Loop:
         than the others between two backward passes.
         """
         self._refuse_unless("state", "loop.resume(model=model, ...)", "loop.epochs")
+        if "_resumed_from" not in vars(self):
+            raise TrainingError("this run has finished: train() ends where loop.resume() is False")
         if ddp is not None:
             self.compute.follow(ddp)
         run, devices = self.run, self.run.devices
@@ -167,6 +173,11 @@ class Loop:
     def steps(self, loader: DeviceBatches) -> DeviceBatches:
         """The batches of this epoch's steps that are still to do."""
         self._refuse_unless("_updates", "`for _ in loop.epochs(ddp)`", "loop.steps")
+        if not hasattr(loader.keys, "set_epoch"):
+            raise TrainingError("loop.steps needs the training loader, got one of an evaluation")
+        if self._keys is None:
+            order = {"the seed of the samples' order": getattr(loader.keys, "seed", None)}
+            refuse_unlike_rank_0(order, "another one than on rank 0, so ranks share samples")
         self._keys, self._workers = loader.keys, getattr(loader.loader, "num_workers", 0)
         self._keys.set_epoch(self.state.epoch, self.state.batch, self.steps_left)
         return loader
@@ -423,6 +434,14 @@ class Loop:
                 "perhaps no snapshot has these weights, and a resumed run would make others: give "
                 "their model to loop.resume(NAME=...)"
             )
+        seen = self._result.weights if self.run.ranks.is_main and not self._told_other else ()
+        other = (name for name, value in weights.items() if fingerprints({name: value}) - {*seen})
+        if self._mesh is None and seen and (name := next(other, "")):
+            self._told_other = True
+            log.warning(
+                f"{name} of the weights that are saved is not what the evaluation saw: the metrics "
+                "are those of other weights (give both the same model)"
+            )
         return weights
 
     def finish(self, state_dict: dict[str, Tensor], **more: Any) -> None:
@@ -433,6 +452,11 @@ class Loop:
         """
         if self.state.step != self._evaluated_step:
             self._refuse("finish", "loop.after_epoch before it")
+        if self.state.step != (self._resumed_from or 0) and self._updates.changed_nothing():
+            log.warning(
+                "no parameter has changed since the start: a learning rate of 0, or gradients that "
+                "overflowed in each step (fp16; try bf16)"
+            )
         self._compare_replicas()
         self._best.write()
         self.state.wait()

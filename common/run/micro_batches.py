@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from common.errors import TrainingError
 from common.run.loop import Loop
 from common.training.ddp import ParallelOptions, average_in_bf16, micro_batches, warm_up
 from common.training.virtual_ranks import seed_shards, use_virtual_ranks
@@ -25,7 +26,7 @@ class MicroBatches:
         loop: Loop,
     ) -> None:
         """Change how `ddp`, before its first forward pass, sums up gradients. Calls collectives."""
-        self.ddp, self.options, self.loop = ddp, options, loop
+        self.ddp, self.options, self.loop, self._is_warm = ddp, options, loop, False
         self.size = loop.plan.micro_batch_size
         if options.virtual_ranks or options.accumulate > 1:
             shards = f"--virtual-ranks {options.virtual_ranks}"
@@ -44,11 +45,17 @@ class MicroBatches:
 
     def warm_up(self, sample: Any) -> None:
         """Train mode, and DDP's buckets made final: why, `common.training.ddp.warm_up` says."""
+        self._is_warm = True
         warm_up(self.ddp, sample, self.size, self.loop.run.autocast)
 
     def of(self, batch: Any) -> Iterator[Any]:
         """The parts of this rank's batch; DDP sends gradients with the last part only."""
         self.loop.awaits = ""
+        if not self._is_warm:
+            raise TrainingError(
+                "micro_batches.warm_up(sample) is missing before the first step: a resumed run "
+                "would give other bits"
+            )
         if self.options.virtual_ranks:
             seed_shards(self.ddp, self.loop.run.options.seed, self.loop.state.step)
         yield from micro_batches(self.ddp, batch, self.options.accumulate)

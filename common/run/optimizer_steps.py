@@ -43,7 +43,9 @@ class OptimizerSteps:
         self._unsaved = self._unsaved_buffers()
         self._counts, self._depth = Counter[Optimizer](), 0
         self._gradients: dict[Tensor, bool] | None = {}  # of the first update
-        self._all_zero = True
+        self._all_zero, self._told_mode = True, False
+        self._empty: set[Optimizer] = set()  # whose parameters had no gradient in this step
+        self._late: list[Optimizer] = []  # which made no update in the first step
         self._old_gradients: bool | None = None  # not looked for yet
         self._main = next(iter(self._known), None)
         self.lr: float | None = None
@@ -63,6 +65,10 @@ class OptimizerSteps:
         if optimizer is self._main:
             self.lr = optimizer.param_groups[0]["lr"]
         if self._gradients is None:
+            if optimizer not in self._known:
+                self._late.append(optimizer)
+            if not self._depth and all(value.grad is None for value in _held([optimizer])):
+                self._empty.add(optimizer)
             return
         self._known[optimizer] = None
         for value in _held([optimizer]):
@@ -88,11 +94,17 @@ class OptimizerSteps:
         buffers = [(k, v) for k, v in model.named_buffers() if v.data_ptr() not in saved]
         return {name: int(fingerprint(value)) for name, value in buffers}
 
+    def changed_nothing(self) -> bool:
+        """Whether a whole model's parameters are as they were at the start."""
+        return bool(self._before) and self._before == self._bits()
+
     def after(self, step: int, *, begins_epoch: bool) -> bool:
         """Raise TrainingError on this rank unless one update was made; whether it was the first."""
         counts, self._counts = self._counts, Counter()
+        empty, self._empty = self._empty, set()
         if begins_epoch:
             self._refuse_other_trained(step)
+            self._warn_of_eval_mode(step)
         if 1 not in counts.values() and (self._known or counts):
             scale, self._scale = self._scale, self._scaler.get_scale() if self._scaler else 1.0
             if not counts and self._scaler and (not scale or self._scale < scale):
@@ -105,10 +117,20 @@ class OptimizerSteps:
             )
         gradients, self._gradients, self._scale = self._gradients, None, 0.0
         if counts and gradients is not None:
-            if wrong := self._wrong(gradients):
+            if wrong := self._held_twice(counts) or self._wrong(gradients):
                 raise TrainingError(f"{wrong} (step {step})")
             if self._ddp:
-                self._look_for_old_gradients(self._ddp)
+                self._look_for_old_gradients(self._ddp, {*_held(counts)})
+        elif counts and self._ddp and counts.keys() <= empty:
+            raise TrainingError(
+                f"no parameter had a gradient in step {step}: call backward() before "
+                "optimizer.step(), and zero_grad() after it"
+            )
+        elif self._late:
+            self._known |= dict.fromkeys(self._late)
+            if wrong := self._not_saved(dict.fromkeys(_held(self._late), True), self._late):
+                raise TrainingError(f"{wrong} (step {step})")
+            self._late = []
         elif self._old_gradients:
             raise TrainingError(
                 f"the gradients of step {step - 1} were still there when the backward pass of step "
@@ -117,13 +139,20 @@ class OptimizerSteps:
             )
         return gradients is not None
 
-    def _look_for_old_gradients(self, ddp: DistributedDataParallel) -> None:
+    def _held_twice(self, optimizers: Iterable[Optimizer]) -> str:
+        holders = Counter(_held(optimizers))
+        if twice := [name for name, value in self._begun.items() if holders[value] > 1]:
+            return f"{_first(twice)} is held by two optimizers, which both change it: by one"
+        return ""
+
+    def _look_for_old_gradients(self, ddp: DistributedDataParallel, updated: set[Tensor]) -> None:
         """When the next backward pass begins; the forward pass may come before zero_grad()."""
         self._old_gradients = None
 
         def look(_: Tensor) -> None:
             if self._old_gradients is None:
-                found = [value.grad for value in self._begun.values() if value.grad is not None]
+                values = [value for value in self._begun.values() if value in updated]
+                found = [value.grad for value in values if value.grad is not None]
                 left = [gradient.any() for gradient in found if not gradient.is_sparse]
                 self._old_gradients = bool(left) and bool(torch.stack(left).any())
 
@@ -152,6 +181,19 @@ class OptimizerSteps:
                     "learning rate of 0 (docs/bring-your-own.md), or begin a second run with "
                     "--weights MODEL.PT"
                 )
+
+    def _warn_of_eval_mode(self, step: int) -> None:
+        model = self._parts["model"]
+        if isinstance(model, nn.Module) and not model.training and not self._told_mode:
+            kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+            parts = ((k, part) for k, part in model.named_modules() if isinstance(part, kinds))
+            for name in (k for k, part in parts if getattr(part, "p", 1) > 0):  # of a dropout
+                self._told_mode = True
+                log.warning(
+                    f"the model is in eval mode in step {step}, where {name} acts as in an "
+                    "evaluation: call model.train(), unless this is meant"
+                )
+                return
 
     def _wrong(self, gradients: Mapping[Tensor, bool]) -> str:
         """After the first update: is what was trained what the model has, and is it saved?"""
@@ -188,12 +230,12 @@ class OptimizerSteps:
                 "computes it anew, a resumed run needs register_buffer(NAME, TENSOR) without "
                 "persistent=False"
             )
-        return self._not_saved(gradients) if self._whole else ""
+        return self._not_saved(gradients, self._known) if self._whole else ""
 
-    def _not_saved(self, gradients: Mapping[Tensor, bool]) -> str:
+    def _not_saved(self, gradients: Mapping[Tensor, bool], optimizers: Iterable[Optimizer]) -> str:
         saved = memory_of([part.state_dict() for part in self._parts.values()])
         names = {value: name for name, value in self._begun.items()}
-        for optimizer in self._known:
+        for optimizer in optimizers:
             for value in _held([optimizer]):
                 of = names.get(value) or f"a parameter of shape {tuple(value.shape)}"
                 memory = optimizer.state.get(value, {}).items()

@@ -5,11 +5,14 @@ or on every rank if each one has a part of the state.
 """
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import sha256
+from io import BytesIO
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
@@ -100,8 +103,10 @@ class TrainingState:
         refuse_non_finite(losses, self.step, folder)
         mine: dict[str, Any] = {"rng": rng_state(), "loss_sum": self.loss_sum.reshape(-1)}
         parts: dict[str, Any] = {}
-        if self.mesh is not None or dist.get_rank() == 0:
-            parts = {name: part.state_dict() for name, part in self.parts.items()}
+        with agreed():
+            if self.mesh is not None or dist.get_rank() == 0:
+                parts = {name: part.state_dict() for name, part in self.parts.items()}
+                _refuse_what_no_run_would_load(parts)
         if self.mesh is not None:
             from common.snapshots.shards import take_apart  # imports sympy, which takes long
 
@@ -317,18 +322,36 @@ def refuse_non_finite(losses: Tensor, step: int, folder: Path, what: str = "loss
         )
 
 
+def _refuse_what_no_run_would_load(parts: Mapping[str, Any]) -> None:
+    """Raise TrainingError for a state of more than tensors, numbers and texts."""
+    for name, state in parts.items():
+        torch.save(tree_map_only(Tensor, lambda _: None, state), file := BytesIO())
+        file.seek(0)
+        try:
+            torch.load(file, weights_only=True)
+        except UnpicklingError as error:
+            kind = re.search(r"GLOBAL (\S+)", str(error)) or ["", "value"]
+            raise TrainingError(
+                f"the state_dict() of {name}, given to loop.resume, holds a "
+                f"{kind[1]}; a snapshot holds only tensors, numbers and texts, so that loading it "
+                "runs no code: convert it, for instance by float()"
+            ) from error
+
+
 def _refuse_other_state(part: Any, given: dict[str, Any]) -> None:
     """Raise ValueError for entries that `part` would ignore, miss or convert."""
     if isinstance(part, torch.optim.Optimizer):
         parameters = [p for group in part.param_groups for p in group["params"]]
         trained = {index for index, p in enumerate(parameters) if p.requires_grad}
-        if given["state"] and given["state"].keys() != trained:
+        # Fewer, if the loss depends on some parameters in some steps only; of LBFGS only the first.
+        if given["state"].keys() - trained:
             raise ValueError(f"an optimizer of {len(given['state'])} parameters")
         pairs: list[tuple[str, Any, Any]] = [
             (f"{name} {index}", value, parameters[index])
             for index, held in given["state"].items()
             for name, value in held.items()
-            if isinstance(value, Tensor) and value.dim()
+            if name
+            in ("momentum_buffer", "exp_avg", "exp_avg_sq")  # others have shapes of their own
         ]
     else:
         own = part.state_dict()

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.errors import TrainingError
 from common.group.collectives import gather, gather_numbers
 from common.group.stop import agreement_in_evaluation
+from common.replicas import fingerprints
 from common.terminal import progress_bar
 
 Scores = Mapping[str, Tensor] | None
@@ -33,6 +34,8 @@ class Evaluation:
     """Samples."""
     correct: int | None = None
     """Samples whose accuracy is 1. None: there is no such metric, or it is not always 0 or 1."""
+    weights: frozenset[int] = frozenset()
+    """`fingerprint` of each of the model's tensors; empty if this rank has parts of them."""
 
     @property
     def not_finite(self) -> list[str]:
@@ -161,7 +164,8 @@ def evaluate(
                 columns[name].append(value)
     means = {name: math.fsum(column) / total for name, column in columns.items()}
     whole = "accuracy" in means and not any(fractions for *_, fractions in found)
-    return Evaluation(means, total, round(math.fsum(columns["accuracy"])) if whole else None)
+    correct = round(math.fsum(columns["accuracy"])) if whole else None
+    return Evaluation(means, total, correct, fingerprints(model.state_dict()))
 
 
 def _refuse_other_kinds(scores: Any) -> None:

@@ -99,7 +99,8 @@ def make_optimizer(
     # A fused optimizer would keep uninitialized momenta if its first step overflows, and it refuses
     # complex parameters (torch 2.15).
     fused = not scaled and not any(p.is_complex() for p in trained)
-    common: Any = {"lr": options.lr, "weight_decay": options.weight_decay, "fused": fused}
+    # A snapshot holds plain numbers, and not a `Default`.
+    common: Any = {"lr": float(options.lr), "weight_decay": options.weight_decay, "fused": fused}
     if options.optimizer == "adamw":
         if options.lr > 0.01:
             log.warning(f"--lr {options.lr:g} is high for adamw: 0.001 or less is usual")

@@ -35,6 +35,10 @@ HIDDEN = [
     "+h = 'Authorization: Basic SECRET'",
     "+url = 'https://me:SECRET@SECRET@host/x'",
     "+url = 'https://host/stays?sig=SECRET&x=stays'",
+    "+x = 'eyJSECRET12.eyJSECRET12.SECRET12_-'",
+    "+x = 'SG.SECRET_SECRET_12.SECRET_SECRET_12'",
+    "+x = 'stays;AccountKey=SECRET==;stays'",
+    "+x = 'https://hooks.slack.com/services/T0/B0/SECRET'",
     "+x = 'hf_SECRET12345'",
     "+-----BEGIN RSA PRIVATE KEY-----\n+SECRET\n+-----END RSA PRIVATE KEY-----\n+x = 'stays'",
 ]
@@ -92,6 +96,8 @@ def test_an_ordinary_line_of_a_diff_stays(written: str) -> None:
             "--auth abc --text 'https://h/x?sig=abc&y=1'",
             "--auth *** --text 'https://h/x?sig=***&y=1'",
         ),
+        ("--hub.token abc123 --seed 1", "--hub.token *** --seed 1"),
+        ("--hub-token 'ab '\"'\"'c 1' --seed 1", "--hub-token *** --seed 1"),
         ("--output-dir runs/hf_abc123456", "--output-dir runs/***"),
         *[
             (stays, stays)

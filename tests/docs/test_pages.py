@@ -138,6 +138,7 @@ def smaller(command: str, clone: Path) -> str:
     """The command with this interpreter, on small data that are there, and for two steps."""
     python = shlex.quote(sys.executable)
     text = re.sub(r"^(\.venv/bin/)?python ", f"{python} ", command)
+    text = text.replace("PYTHON=python3", f"PYTHON={python}")  # which has no packages here
     text = re.sub(r"^torchrun ", f"{python} -m torch.distributed.run ", text)
     text = text.replace("runs/ddp_launch/.../model.pt", "runs/digits/model.pt")
     text = re.sub(r"runs/ddp_launch/RUN|\bRUN(?!=)", "runs/photos", text)

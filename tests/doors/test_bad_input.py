@@ -36,6 +36,7 @@ from tests.helpers.pool import Pool, call_main, in_group
 from tests.helpers.run_folders import Harmless, a_run
 from tests.helpers.training import assert_refused
 from tools import predict, reproduce, trained
+from tools.fresh import fresh_environment
 
 
 @pytest.mark.parametrize(
@@ -136,6 +137,24 @@ def test_a_number_is_accepted_or_refused_in_one_line(number: tuple[str, str], va
     config = import_module(f"recipes.{name}.train").Config
     with contextlib.suppress(InputError):
         cli.parse(name, config, [f"{option}={value}"])
+
+
+def test_a_recipe_that_ends_or_is_no_text_is_named(recipe: Recipe, tmp_path: Path) -> None:
+    """`sys.exit()` when a train.py is imported trains nothing."""
+    folder = tmp_path / "copy"
+    for name in ("common", "recipes", "tools"):
+        shutil.copytree(ROOT / name, folder / name)
+    train = folder / "recipes" / "ddp_launch" / "train.py"
+    train.write_bytes(train.read_bytes().replace(b"# data\n", b"# \xff\n"))
+    end = '\nimport sys; sys.exit(0)  # NAME = "ddp_launch"\n'
+    (folder / "recipes" / "ddp_spawn" / "train.py").write_text(f'"""Own."""{end}')
+    env = fresh_environment() | {"PYTHONPATH": str(folder)}
+    own = ["ddp_spawn", "--nproc", "2", "--device", "cpu"]
+    for words, status, says in (([], 0, "DistributedDataParallel"), (own, 2, "sys.exit(0)")):
+        command = [sys.executable, "-m", "recipes", *words]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+        assert says in done.stdout + done.stderr
 
 
 def test_a_rank_left_in_the_shell_through_the_front_door(recipe: Recipe) -> None:

@@ -522,6 +522,10 @@ def test_photos_that_training_would_leave_out_are_counted_or_refused(
     assert f"1 images in {tmp_path} are left out: they are in no class's folder" in said
     (first / "in circles.txt").symlink_to("in circles.txt")
     list_images(tmp_path)
+    (tmp_path / "bird").symlink_to("annex/bird")
+    with pytest.raises(InputError, match=r"/bird is a link that leads nowhere: restore what"):
+        list_images(tmp_path)
+    (tmp_path / "bird").unlink()
     (second / "gone.jpg").symlink_to("annex/gone.jpg")
     with pytest.raises(InputError, match=r"gone.jpg is a link to annex/gone.jpg, which does not"):
         list_images(tmp_path)

@@ -298,6 +298,14 @@ def spoil(path: Path, places: list[int], how: str) -> None:
         with tarfile.open(path.parent / "val" / "0.tar", "a") as tar:
             add(tar, "9.png", image)
             add(tar, "9.cls", b"7")
+    elif how.startswith("nothing in"):
+        for part in ("train", "val"):
+            path.parent.joinpath(part).mkdir()
+            with tarfile.open(path.parent / part / "0.tar", "w"):
+                pass
+        path.rename(path.parent / ("train" if how.endswith("val") else "val") / "0.tar")
+    elif how == "the same file twice":
+        path.with_name("1.tar").symlink_to("0.tar")
     elif how == "pipe":
         path.unlink()
         os.mkfifo(path)
@@ -318,11 +326,16 @@ def spoil(path: Path, places: list[int], how: str) -> None:
 
 OTHER_CLASSES = {
     "two classes": b'{"label": 7}',
+    "two classes in JSON": b'{"cls": 1, "label": 0}',
     "no class": b'{"label": null}',
     "a list as class": b'{"cls": [1]}',
 }
 SPOILT = {
     "two classes": "3 has two classes: {'3.cls': '1', '3.json': '7'}",
+    "two classes in JSON": "3.json gives no class (two classes: 1 and 0)",
+    "nothing in train": "the tar files in {}/train hold no images",
+    "nothing in val": "the tar files in {}/val hold no images",
+    "the same file twice": "1.tar and {}/0.tar are the same file by a link",
     "no class": "3.json gives no class (a class is a text or a whole number, and not None)",
     "a list as class": "3.json gives no class (a class is a text or a whole number, and not [1])",
     "another class in val": "val has classes that train/ has not: 7",
@@ -348,7 +361,7 @@ def test_a_tar_file_is_indexed_whole_or_refused(
     assert tool.main([str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
-    assert SPOILT[how] in line
+    assert SPOILT[how].replace("{}", str(tmp_path)) in line
     assert not (tmp_path / INDEX).exists()
 
 
@@ -362,6 +375,17 @@ def test_files_that_belong_to_no_sample_are_counted(
     assert tool.main([str(tmp_path)]) == 0
     said = "files left out, not images by their names: 3 (.png 1, .gif 1, .txt 1)"
     assert said in capsys.readouterr().out
+
+
+def test_images_beside_tar_files_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tar_of_images(tmp_path / "0.tar")
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "1.jpg").touch()
+    assert tool.main([str(tmp_path)]) == 0
+    said = f"1 images beside the tar files are left out, the first of them {tmp_path}/cat/1.jpg"
+    assert said in "".join(capsys.readouterr())
 
 
 def test_an_identifier_is_no_number_of_a_class(tmp_path: Path) -> None:

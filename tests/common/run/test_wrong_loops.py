@@ -158,6 +158,44 @@ WRONG = {
         r"a parameter of shape \(3,\), which SGD changes, is in no snapshot",
         (1,),
     ),
+    "another optimizer in the second epoch": Case(
+        {
+            EPOCHS: f"""{EPOCHS}
+            if loop.state.epoch:
+                {MADE}"""
+        },
+        r"features\.0\.weight \(momentum_buffer\), which SGD changes, is in no snapshot.* \(step 3",
+        (1, 2),
+    ),
+    "a parameter in two optimizers": Case(
+        after(MADE, f"second = torch.optim.SGD({HEAD}, lr=0.1)")
+        | {RESUME: "loop.resume(model=model, optimizer=optimizer, second=second)"}
+        | {STEP: f"{STEP}; second.step()"},
+        r"fc\.weight \(and 1 more\) is held by two optimizers",
+        (1, 2),
+    ),
+    "no gradient in the second step": Case(
+        {BACKWARD: f"loop.state.step % 2 or {BACKWARD}"},
+        "no parameter had a gradient in step 2: call backward",
+        (1, 2),
+    ),
+    "no warm_up": Case(
+        {"micro_batches.warm_up(": "id("}, r"micro_batches\.warm_up\(sample\) is missing", (1,)
+    ),
+    "an order of samples by rank": Case(
+        {"        # loop\n": "        loader.keys.seed += ranks.rank\n"},
+        "the seed of the samples' order",
+    ),
+    "the loader of the evaluation": Case(
+        {STEPS: "loop.steps(val_loader)"}, "loop.steps needs the training loader", (1,)
+    ),
+    "a state that no snapshot can hold": Case(
+        after(MADE, "plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)")
+        | {RESUME: "loop.resume(model=model, optimizer=optimizer, plateau=plateau)"}
+        | {STEPS: f"({STEPS}, setattr(plateau, 'best', Path('a')))[0]"},
+        r"the state_dict\(\) of plateau, given to loop\.resume, holds a pathlib",
+        (1, 2),
+    ),
     "no zero_grad": Case({ZERO: "pass"}, "the gradients of step 1 were still there", (1, 2)),
     "zero_grad in each second step": Case(
         {ZERO: "loop.state.step % 2 and optimizer.zero_grad()"}, "of step 1 were still there", (1,)
@@ -345,7 +383,10 @@ RIGHT = {
         ranks=(1, 2, 3),
     ),
     "several updates of one of two optimizers": Case(
-        after(MADE, TWO) | BOTH | {STEP: "optimizer.step(); second.step(); second.step()"}
+        after(MADE, TWO)
+        | BOTH
+        | after(ZERO, "second.zero_grad()")
+        | {STEP: "optimizer.step(); second.step(); second.step()"}
     ),
     "an optimizer per parameter": Case(
         after(MADE, "each = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]")
@@ -446,7 +487,31 @@ def test_statistics_are_sent_at_an_evaluation_and_not_in_each_step(
     assert trained(pool, tmp_path, case, 3) == [""] * 3
 
 
+DROPOUT = {PARALLELISE: "        model.fc = torch.nn.Sequential(torch.nn.Dropout(0.1), model.fc)\n"}
 WARNED = {
+    "a learning rate of 0": (
+        {"set_lr(optimizer, loop.lr)": "set_lr(optimizer, 0.0)"},
+        "no parameter has changed since the start: a learning rate of 0",
+    ),
+    "eval mode in training": (
+        {
+            PARALLELISE: DROPOUT[PARALLELISE] + PARALLELISE,
+            EPOCHS: f"{EPOCHS}\n            ddp.eval()",
+        },
+        "the model is in eval mode in step 1, where fc.0 acts as in an evaluation",
+    ),
+    "another model is evaluated": (
+        after(MADE, "first = deepcopy(model)") | {RESULT: RESULT.replace("(model", "(first")},
+        "features.0.weight of the weights that are saved is not what the evaluation saw",
+    ),
+    "weights changed after the evaluation": (
+        {FINISH: "loop.finish({k: v.half() for k, v in model.state_dict().items()})"},
+        "features.0.weight of the weights that are saved is not what the evaluation saw",
+    ),
+    "samples to train and to validate on": (
+        own_data(train="range(980)"),
+        "20 samples to validate on are trained on, too, such as number 960",
+    ),
     "a learning rate that set_lr does not set": (
         {"set_lr(optimizer, loop.lr)": "pass"},
         "the optimizer's learning rate is 0.1, not the plan's 0.07525 ",
@@ -473,6 +538,37 @@ def test_what_a_resumed_run_would_not_have_is_named(pool: Pool, tmp_path: Path, 
     changes, says = WARNED[name]
     assert trained(pool, tmp_path, Case(changes), 1) == [""]
     assert says in (tmp_path / "logs/rank_0.log").read_text()
+
+
+RESUMED = {
+    "a layer that is used from the third step on": {
+        MADE: "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)",
+        PARALLELISE: """
+        model.extra, inner, begun = torch.nn.Linear(10, 10), model.forward, []
+        model.forward = lambda x: (
+            model.extra(inner(x)) if begun and begun[0].state.step > 1 else inner(x)
+        )
+"""
+        + PARALLELISE,
+        "gradient_as_bucket_view=True,": "find_unused_parameters=True,",
+        "micro_batches = MicroBatches": "begun.append(loop)\n        micro_batches = MicroBatches",
+    },
+    "an own schedule": after(MADE, "schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)")
+    | {"set_lr(optimizer, loop.lr)": "pass", AFTER_STEP: f"schedule.step(); {AFTER_STEP}"}
+    | {RESUME: "loop.resume(model=model, optimizer=optimizer, schedule=schedule)"},
+    "LBFGS": after(MADE, "optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01)")
+    | {STEP: "optimizer.step(lambda: loss)"},
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_what_is_right_resumes_to_the_same_bits(pool: Pool, tmp_path: Path, name: str) -> None:
+    for steps, folder in (("2", "cut"), ("4", "cut"), ("4", "whole")):
+        case = Case(RESUMED[name], options=("--max-steps", steps))
+        assert trained(pool, tmp_path / folder, case, 1) == [""]
+    cut, whole = (json.loads((tmp_path / f / "summary.json").read_text()) for f in ("cut", "whole"))
+    assert (cut["resumed_from"], whole["resumed_from"]) == (2, None)
+    assert cut["weights_sha256"] == whole["weights_sha256"]
 
 
 def test_a_resumed_run_names_data_that_have_changed(pool: Pool, tmp_path: Path) -> None:
