@@ -162,7 +162,7 @@ def class_names(folder: Path) -> list[str]:
     entries = [path for path in folder.iterdir() if _is_data(path.name)]
     for path in entries:
         if path.is_symlink() and not path.suffix and not path.exists():
-            raise InputError(f"{path} is a link that leads nowhere: restore what it named, or it")
+            raise InputError(f"{path} is a link that leads nowhere: remove it or restore it")
     return sorted(path.name for path in entries if path.is_dir())
 
 

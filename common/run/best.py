@@ -1,5 +1,6 @@
 """The epoch with the best metric: its weights in best.pt, and when --patience is used up."""
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -49,13 +50,14 @@ class BestEpoch:
         """Copy the weights of this epoch, counted from 1: it is the best one. On rank 0."""
         self._state.best = {"file": "best.pt", "epochs": epoch, metric: value}
         if self._run.ranks.is_main:
-            self._state.best["weights"] = on_cpu(dict(weights))
+            self._state.best["weights"] = on_cpu(dict(weights), pinned=False)
             self._is_written = False
 
     def write(self) -> None:
         """Let the thread write best.pt, unless it has; `state.wait` says if it cannot."""
         if not self._is_written:
             self._is_written = True
+            self._not_before_s = math.inf  # until it is known how long it takes
             self._state.in_background(self._save, (self._state.best or {})["weights"])
 
     def _save(self, weights: dict[str, Tensor]) -> None:

@@ -9,7 +9,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import takewhile
 from statistics import fmean
 from typing import Any, NoReturn
@@ -176,8 +176,8 @@ class Loop:
         if not hasattr(loader.keys, "set_epoch"):
             raise TrainingError("loop.steps needs the training loader, got one of an evaluation")
         if self._keys is None:
-            order = {"the seed of the samples' order": getattr(loader.keys, "seed", None)}
-            refuse_unlike_rank_0(order, "another one than on rank 0, so ranks share samples")
+            order = {"seed": getattr(loader.keys, "seed", None)}
+            refuse_unlike_rank_0(order, "its samples have another order than rank 0's")
         self._keys, self._workers = loader.keys, getattr(loader.loader, "num_workers", 0)
         self._keys.set_epoch(self.state.epoch, self.state.batch, self.steps_left)
         return loader
@@ -240,7 +240,8 @@ class Loop:
         if state.step % self.log_every == 0:
             of_step, of_epoch, compute_s, spent_s, gpus = self._gather(losses)
             both = torch.cat([of_step, of_epoch], dim=1)
-            snapshot.refuse_non_finite(both, state.step, run.snapshots)
+            with self._best_is_written():
+                snapshot.refuse_non_finite(both, state.step, run.snapshots)
             loss, mean_loss = (self._of_batch(part).mean().item() for part in (of_step, of_epoch))
             self._progress.set_postfix_str(f"loss {loss:.4f}, mean {mean_loss:.4f}", refresh=False)
             speed, since_s = self._speed.measured(), spent_s - self._spent_s
@@ -296,7 +297,8 @@ class Loop:
         return torch.cat([own[:n] for own, n in zip(losses, self.plan.sizes, strict=True)])
 
     def _advice(self, spent_s: Tensor) -> list[str]:
-        workers, here = self._workers, self.run.ranks.local_world_size
+        options, here = getattr(self.run.config, "data", None), self.run.ranks.local_world_size
+        workers = self._workers if hasattr(options, "num_workers") else None
         return advice(spent_s, workers, max(1, usable_cores() // here))
 
     def _advise_early(self, spent_s: Tensor, samples_per_s: float) -> None:
@@ -306,8 +308,10 @@ class Loop:
             return
         self._advised, said, gpu = True, self._advice(spent_s), self.run.device
         if gpu.type == "cuda":
-            share = torch.cuda.max_memory_reserved(gpu) / torch.cuda.mem_get_info(gpu)[1]
-            compiles = getattr(getattr(self.run.config, "model", None), "compile", None)
+            both = [torch.cuda.mem_get_info(each) for each in self.run.devices]
+            share = max(1 - free / whole for free, whole in both)
+            options = getattr(self.run.config, "model", None)
+            compiles = getattr(options, "compile", None) if len(both) == 1 else None
             said += advice_for_gpu(compiles=compiles, memory_share=share)
         for line in said:
             log.info(line)
@@ -328,8 +332,22 @@ class Loop:
         self._speed.pause()
         self.state.metrics_bytes, self.state.metrics_sha256 = self.run.metrics_so_far()
         self.state.history = self.run.history.until_now(by_kind(self.clock.seconds()))
-        self.state.save(self.run.snapshots, self._identity, self.run.options.snapshots_on_the_way)
+        keep = self.run.options.snapshots_on_the_way
+        with self._best_is_written():
+            self.state.save(self.run.snapshots, self._identity, keep)
         self.clock.turn_to("evaluate")  # if an epoch has ended
+
+    @contextmanager
+    def _best_is_written(self) -> Iterator[None]:
+        """A block after whose failure best.pt is of the best epoch. Calls no collective."""
+        try:
+            yield
+        except TrainingError:
+            if self._mesh is None:
+                with suppress(TrainingError):
+                    self._best.write()
+                    self.state.wait_for_own()
+            raise
 
     def _compare_replicas(self) -> None:
         if self._mesh is None and self.run.ranks.world_size > 1:
@@ -392,7 +410,8 @@ class Loop:
         self.clock.turn_to("other")
         means = torch.tensor([[*result.means.values()]])
         broken = ", ".join(f"val_{name}" for name in result.not_finite)
-        snapshot.refuse_non_finite(means, state.step, run.snapshots, broken)
+        with self._best_is_written():
+            snapshot.refuse_non_finite(means, state.step, run.snapshots, broken)
         losses = self._of_batch(gather_numbers(self._padded(state.loss_sum / state.batch)))
         before, self._result = self._metrics, result
         self._metrics = {"train_loss": losses.mean().item()}
@@ -434,9 +453,9 @@ class Loop:
                 "perhaps no snapshot has these weights, and a resumed run would make others: give "
                 "their model to loop.resume(NAME=...)"
             )
-        seen = self._result.weights if self.run.ranks.is_main and not self._told_other else ()
-        other = (name for name, value in weights.items() if fingerprints({name: value}) - {*seen})
-        if self._mesh is None and seen and (name := next(other, "")):
+        seen, told = self._result.weights, self._told_other or not self.run.ranks.is_main
+        other = (name for name, value in weights.items() if not fingerprints({name: value}) <= seen)
+        if self._mesh is None and seen and not told and (name := next(other, "")):
             self._told_other = True
             log.warning(
                 f"{name} of the weights that are saved is not what the evaluation saw: the metrics "

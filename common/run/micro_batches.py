@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from common.errors import TrainingError
+from common import log
 from common.run.loop import Loop
 from common.training.ddp import ParallelOptions, average_in_bf16, micro_batches, warm_up
 from common.training.virtual_ranks import seed_shards, use_virtual_ranks
@@ -52,9 +52,10 @@ class MicroBatches:
         """The parts of this rank's batch; DDP sends gradients with the last part only."""
         self.loop.awaits = ""
         if not self._is_warm:
-            raise TrainingError(
-                "micro_batches.warm_up(sample) is missing before the first step: a resumed run "
-                "would give other bits"
+            self._is_warm = True
+            log.warning(
+                "micro_batches.warm_up(sample) did not come before the first step: on several "
+                "ranks a resumed run may give other bits"
             )
         if self.options.virtual_ranks:
             seed_shards(self.ddp, self.loop.run.options.seed, self.loop.state.step)

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -13,7 +12,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_leaves
 
 from common import log
 from common.errors import TrainingError
@@ -44,18 +42,20 @@ class OptimizerSteps:
         self._counts, self._depth = Counter[Optimizer](), 0
         self._gradients: dict[Tensor, bool] | None = {}  # of the first update
         self._all_zero, self._told_mode = True, False
-        self._empty: set[Optimizer] = set()  # whose parameters had no gradient in this step
+        self._empty = True  # no parameter had a gradient in this step
         self._late: list[Optimizer] = []  # which made no update in the first step
-        self._old_gradients: bool | None = None  # not looked for yet
+        self._old_gradients = False
         self._main = next(iter(self._known), None)
         self.lr: float | None = None
-        """Learning rate of the last update, of the first optimizer that a snapshot holds."""
+        """Learning rate of this step's update by the first optimizer that a snapshot holds."""
         for hook in _hooks:
             hook.remove()
         before, behind = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
         _hooks[:] = [before(self._enter), behind(self._leave)]
 
     def _enter(self, *_: Any) -> None:
+        if not self._depth and not self._counts:
+            self.lr = None
         self._depth += 1
 
     def _leave(self, optimizer: Optimizer, *_: Any) -> None:
@@ -67,8 +67,7 @@ class OptimizerSteps:
         if self._gradients is None:
             if optimizer not in self._known:
                 self._late.append(optimizer)
-            if not self._depth and all(value.grad is None for value in _held([optimizer])):
-                self._empty.add(optimizer)
+            self._empty &= all(value.grad is None for value in _held([optimizer]))
             return
         self._known[optimizer] = None
         for value in _held([optimizer]):
@@ -101,7 +100,9 @@ class OptimizerSteps:
     def after(self, step: int, *, begins_epoch: bool) -> bool:
         """Raise TrainingError on this rank unless one update was made; whether it was the first."""
         counts, self._counts = self._counts, Counter()
-        empty, self._empty = self._empty, set()
+        empty, self._empty = self._empty, True
+        if not counts:
+            self.lr = None
         if begins_epoch:
             self._refuse_other_trained(step)
             self._warn_of_eval_mode(step)
@@ -117,16 +118,19 @@ class OptimizerSteps:
             )
         gradients, self._gradients, self._scale = self._gradients, None, 0.0
         if counts and gradients is not None:
-            if wrong := self._held_twice(counts) or self._wrong(gradients):
+            self._warn_of_two_holders(counts)
+            if wrong := self._wrong(gradients):
                 raise TrainingError(f"{wrong} (step {step})")
-            if self._ddp:
-                self._look_for_old_gradients(self._ddp, {*_held(counts)})
-        elif counts and self._ddp and counts.keys() <= empty:
+            # Another optimizer's backward pass may add to gradients that this one clears later; and
+            # a hook would compile a compiled model again.
+            if self._ddp and len(counts) == 1 and not hasattr(self._ddp.module, "_orig_mod"):
+                self._look_for_old_gradients(gradients)
+        elif counts and self._ddp and empty:
             raise TrainingError(
                 f"no parameter had a gradient in step {step}: call backward() before "
                 "optimizer.step(), and zero_grad() after it"
             )
-        elif self._late:
+        elif self._late and self._whole:
             self._known |= dict.fromkeys(self._late)
             if wrong := self._not_saved(dict.fromkeys(_held(self._late), True), self._late):
                 raise TrainingError(f"{wrong} (step {step})")
@@ -139,31 +143,27 @@ class OptimizerSteps:
             )
         return gradients is not None
 
-    def _held_twice(self, optimizers: Iterable[Optimizer]) -> str:
+    def _warn_of_two_holders(self, optimizers: Iterable[Optimizer]) -> None:
         holders = Counter(_held(optimizers))
         if twice := [name for name, value in self._begun.items() if holders[value] > 1]:
-            return f"{_first(twice)} is held by two optimizers, which both change it: by one"
-        return ""
+            log.warning(
+                f"two optimizers change {_first(twice)}: let one of them hold it, unless this is "
+                "meant"
+            )
 
-    def _look_for_old_gradients(self, ddp: DistributedDataParallel, updated: set[Tensor]) -> None:
-        """When the next backward pass begins; the forward pass may come before zero_grad()."""
-        self._old_gradients = None
+    def _look_for_old_gradients(self, gradients: Mapping[Tensor, bool]) -> None:
+        """At one parameter, when the next backward pass reaches it."""
+        own = {*self._begun.values()}
+        parameter = next((v for v, had in gradients.items() if had and v in own), None)
+        if parameter is None:
+            return
 
         def look(_: Tensor) -> None:
-            if self._old_gradients is None:
-                values = [value for value in self._begun.values() if value in updated]
-                found = [value.grad for value in values if value.grad is not None]
-                left = [gradient.any() for gradient in found if not gradient.is_sparse]
-                self._old_gradients = bool(left) and bool(torch.stack(left).any())
+            hook.remove()
+            old = parameter.grad
+            self._old_gradients = old is not None and not old.is_sparse and bool(old.any())
 
-        def follow(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
-            for part in tree_leaves(outputs):
-                if isinstance(part, Tensor) and part.requires_grad:
-                    hook.remove()
-                    part.register_hook(look)
-                    return
-
-        hook = ddp.register_forward_hook(follow)
+        hook = parameter.register_hook(look)
 
     def _refuse_other_trained(self, step: int) -> None:
         begun, now = self._begun, self._trained()

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from io import BytesIO
@@ -135,6 +136,11 @@ class TrainingState:
         """Let the thread write a file, after those it has still to write."""
         self._writing.append(self._writer.submit(write, *given))
 
+    def wait_for_own(self) -> None:
+        """Wait for this rank's files; raises as `wait`, but on this rank only."""
+        while self._writing:
+            self._writing.pop(0).result()
+
     def wait(self) -> None:
         """Wait until the last snapshot and best.pt are on the disk; every rank calls this.
 
@@ -142,8 +148,7 @@ class TrainingState:
             TrainingError: weights are not finite, or the file cannot be written.
         """
         with agreed():
-            while self._writing:
-                self._writing.pop(0).result()
+            self.wait_for_own()
 
     def next_epoch(self) -> None:
         """Move to the first batch of the next epoch."""
@@ -259,19 +264,22 @@ class TrainingState:
             _write(folder, step, content | {"shards": names}, keep)
 
 
-def on_cpu(state: Any) -> Any:
+def on_cpu(state: Any, *, pinned: bool = True) -> Any:
     """A copy of nested lists and dicts whose tensors are on the CPU.
 
-    A GPU copies into page-locked memory, which torch keeps for the next copy, and is waited for
-    once.
+    `pinned`: a GPU copies into page-locked memory, which is faster, and which torch keeps for the
+    next copy. Where there is none left, it copies into other memory.
     """
     gpus = set()
 
     def copied(tensor: Tensor) -> Tensor:
         if tensor.is_cuda:
             gpus.add(tensor.device)
-        own = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        return own.copy_(tensor.detach(), non_blocking=True)
+            if pinned:
+                with suppress(RuntimeError):
+                    own = torch.empty_like(tensor, device="cpu", pin_memory=True)
+                    return own.copy_(tensor.detach(), non_blocking=True)
+        return tensor.detach().to("cpu", copy=True)
 
     state = tree_map_only(Tensor, copied, state)
     synchronize(*gpus)

@@ -35,7 +35,7 @@ class Evaluation:
     correct: int | None = None
     """Samples whose accuracy is 1. None: there is no such metric, or it is not always 0 or 1."""
     weights: frozenset[int] = frozenset()
-    """`fingerprint` of each of the model's tensors; empty if this rank has parts of them."""
+    """`fingerprint` of each of this rank's tensors of the model; empty if they are sharded."""
 
     @property
     def not_finite(self) -> list[str]:

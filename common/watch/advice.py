@@ -27,14 +27,14 @@ def steps_s(seconds: Tensor) -> float:
     )
 
 
-def advice(seconds: Tensor, workers: int = 0, cores: int = 1) -> list[str]:
+def advice(seconds: Tensor, workers: int | None = 0, cores: int = 1) -> list[str]:
     """What stands out in all ranks' `Clock.seconds`, and what to do about it.
 
     Nothing if nothing stands out, or if the steps took less than `ENOUGH_S`.
 
     Args:
         seconds: (ranks, KINDS).
-        workers: loading processes of each rank.
+        workers: loading processes of each rank. None: the recipe has no such option.
         cores: CPU cores of each rank.
     """
     found = shares(seconds)
@@ -52,12 +52,13 @@ def advice(seconds: Tensor, workers: int = 0, cores: int = 1) -> list[str]:
     if max(data) > _DATA:
         rank, share = data.index(max(data)), min(max(data), 0.99)
         enough = math.ceil((workers or share) / (1 - share))
+        waited = f"for {share:.0%} of its steps' time rank {rank} waited for data"
         smaller = ", and smaller images (make pack) need fewer" if enough > cores else ""
-        said.append(
-            f"for {share:.0%} of its steps' time rank {rank} waited for data: about --num-workers "
-            f"{enough} would do (CPU cores per rank: {cores}); `make run RECIPE=tune_loader` "
-            f"measures it{smaller}"
+        how = (
+            f": about --num-workers {enough} would do (CPU cores per rank: {cores}); `make run "
+            f"RECIPE=tune_loader` measures it{smaller}"
         )
+        said.append(waited + ("" if workers is None else how))
     if min(waits) > _COMMUNICATION:  # a rank that only waits for a slow one is not all ranks
         said.append(
             f"communication took at least {min(waits):.0%} of the steps' time on every rank and "

@@ -523,7 +523,7 @@ def test_photos_that_training_would_leave_out_are_counted_or_refused(
     (first / "in circles.txt").symlink_to("in circles.txt")
     list_images(tmp_path)
     (tmp_path / "bird").symlink_to("annex/bird")
-    with pytest.raises(InputError, match=r"/bird is a link that leads nowhere: restore what"):
+    with pytest.raises(InputError, match=r"/bird is a link that leads nowhere: remove it"):
         list_images(tmp_path)
     (tmp_path / "bird").unlink()
     (second / "gone.jpg").symlink_to("annex/gone.jpg")
