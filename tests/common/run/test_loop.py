@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -17,9 +18,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
+from common.errors import TrainingError
 from common.launch.ranks import Ranks
 from common.run import best, loop
 from common.run.options import RunOptions
+from common.snapshots import state
 from common.snapshots.snapshot_files import list_snapshots, read
 from common.throughput import gpu_use
 from common.training.evaluation import Evaluation
@@ -81,8 +84,18 @@ def test_a_run_that_was_cut_ends_with_the_same_best(
     assert (tmp_path / "best.pt").read_bytes() == (whole.folder / "best.pt").read_bytes()
 
 
-def train_with_a_slow_disk(ranks: Ranks, options: list[str]) -> tuple[int, int, str]:
-    """Exit status, how often best.pt was written, and errors, where one write may be enough."""
+def train_with_a_slow_disk(
+    ranks: Ranks, options: list[str], fails: int = 0
+) -> tuple[int, int, str]:
+    """Exit status, how often best.pt was written, and errors, where one write may be enough.
+
+    The loss seems not to be finite at step `fails`.
+    """
+
+    def refuse(_losses: Tensor, step: int, *_: Any) -> None:
+        if step == fails:
+            raise TrainingError("not finite")
+
     written = []
 
     def save(weights: dict[str, Tensor], path: Path) -> None:
@@ -90,7 +103,13 @@ def train_with_a_slow_disk(ranks: Ranks, options: list[str]) -> tuple[int, int, 
         assert threading.current_thread() is not threading.main_thread(), "training waits for it"
         save_weights(weights, path)
 
-    with mock.patch.object(best, "save_weights", save), mock.patch.object(best, "WRITING", 1e-9):
+    with ExitStack() as patches:
+        for of, name, value in (
+            (best, "save_weights", save),
+            (best, "WRITING", 1e-9),
+            (state, "refuse_non_finite", refuse),
+        ):
+            patches.enter_context(mock.patch.object(of, name, value))
         status, _, said = call_main(ranks, "ddp_launch", options)
     return status, written.count("best.pt"), said
 
@@ -98,7 +117,7 @@ def train_with_a_slow_disk(ranks: Ranks, options: list[str]) -> tuple[int, int, 
 def test_best_pt_is_written_seldom_where_that_takes_long(
     pool: Pool, tmp_path: Path, whole: Result
 ) -> None:
-    """At first and at the end, also at that of a run that is stopped and goes on."""
+    """At first and at the end, also at that of a run that is stopped and goes on, or fails."""
     options = ["--nproc", "1", "--epochs", "3", "--best-by", "val_loss"]
     options += ["--output-dir", str(tmp_path)]
     for epochs in (2, 3):
@@ -111,6 +130,12 @@ def test_best_pt_is_written_seldom_where_that_takes_long(
             for folder, file in ((tmp_path, "best.pt"), (whole.folder, name))
         )
         assert weights_sha256(kept) == weights_sha256(expected), f"of epoch {epochs}"
+    failing = [*options[:-1], str(tmp_path / "fails")]
+    ((status, times, said),) = pool.run(train_with_a_slow_disk, 1, failing, 42)
+    assert (status, times) == (1, 2), said
+    kept = torch.load(tmp_path / "fails" / "best.pt", weights_only=True)
+    second = torch.load(whole.folder / "weights" / "epoch_0001.pt", weights_only=True)
+    assert weights_sha256(kept) == weights_sha256(second)
 
 
 def test_the_metric_that_is_not_finite_is_named() -> None:
