@@ -30,6 +30,8 @@ from common.group.process_group import group_for_threads
 from common.seeds import rng_state, seed_everything, set_rng_state
 from common.snapshots.snapshot_files import FORMAT, keep_newest, newest_name, unlike, write
 
+_SHAPED_LIKE_THE_PARAMETER = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+"""Of the tensors that an optimizer holds; others have shapes of their own."""
 _POSITION = ("epoch", "batch", "step", "metrics_bytes", "metrics_sha256")
 
 
@@ -128,7 +130,10 @@ class TrainingState:
             self._group = self._group or group_for_threads()
             self.in_background(self._write_shard, folder, content, mine, keep)
         elif ranks := gather_to_rank_0(mine):
-            content |= {"ranks": ranks, "parts": parts}
+            held = {
+                name: _trained_and_held(self.parts[name], state) for name, state in parts.items()
+            }
+            content |= {"ranks": ranks, "parts": parts, "held": held}
             self.in_background(_write, folder, self.step, content, keep)
         self.saved_step = self.step
 
@@ -209,7 +214,7 @@ class TrainingState:
         if unlike_ours := parts.keys() ^ self.parts.keys():
             raise ValueError(f"other parts: {', '.join(sorted(unlike_ours))}")
         for name, part in self.parts.items():
-            _refuse_other_state(part, parts[name])
+            _refuse_other_state(part, parts[name], found.get("held", {}).get(name))
             part.load_state_dict(parts[name])
         for name in _POSITION:
             setattr(self, name, found[name])
@@ -346,20 +351,33 @@ def _refuse_what_no_run_would_load(parts: Mapping[str, Any]) -> None:
             ) from error
 
 
-def _refuse_other_state(part: Any, given: dict[str, Any]) -> None:
-    """Raise ValueError for entries that `part` would ignore, miss or convert."""
+def _trained_and_held(part: Any, state: dict[str, Any]) -> list[list[int]]:
+    """Of an optimizer: which parameters it trains, and of which it has a state.
+
+    These are fewer if the loss has not depended on some; LBFGS has one, at the first parameter.
+    """
+    if not isinstance(part, torch.optim.Optimizer):
+        return []
+    parameters = [p for group in part.param_groups for p in group["params"]]
+    trained = [index for index, p in enumerate(parameters) if p.requires_grad]
+    return [trained, sorted(state["state"], key=str)]
+
+
+def _refuse_other_state(part: Any, given: dict[str, Any], held: list[list[int]] | None) -> None:
+    """Raise ValueError for entries that `part` would ignore, miss or convert.
+
+    `held`: what `_trained_and_held` gave when the snapshot was written. None: not known.
+    """
     if isinstance(part, torch.optim.Optimizer):
         parameters = [p for group in part.param_groups for p in group["params"]]
-        trained = {index for index, p in enumerate(parameters) if p.requires_grad}
-        # Fewer, if the loss depends on some parameters in some steps only; of LBFGS only the first.
-        if given["state"].keys() - trained:
+        trained, having = _trained_and_held(part, given)
+        if [trained, having] != (held or [trained, trained if having else []]):
             raise ValueError(f"an optimizer of {len(given['state'])} parameters")
         pairs: list[tuple[str, Any, Any]] = [
             (f"{name} {index}", value, parameters[index])
-            for index, held in given["state"].items()
-            for name, value in held.items()
-            if name
-            in ("momentum_buffer", "exp_avg", "exp_avg_sq")  # others have shapes of their own
+            for index, state in given["state"].items()
+            for name, value in state.items()
+            if name in _SHAPED_LIKE_THE_PARAMETER
         ]
     else:
         own = part.state_dict()

@@ -367,7 +367,7 @@ def test_loading_processes_by_the_cores_of_a_rank(pool: Pool) -> None:
     assert shared_out({0}, {0}) == (1, 2)
     assert shared_out(host, host, quota=6.0) == (3, 2)
     gpu = torch.device("cuda")
-    assert [default_num_workers(cores, gpu) for cores in (1, 4, 64)] == [1, 4, 8]
+    assert [default_num_workers(cores, gpu) for cores in (1, 4, 64)] == [1, 4, 16]
     cpu = torch.device("cpu")
     assert default_num_workers(torch.get_num_threads() + 3, cpu) == 3
     assert default_num_workers(torch.get_num_threads(), cpu) == 0
