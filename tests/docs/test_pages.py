@@ -142,6 +142,7 @@ def smaller(command: str, clone: Path) -> str:
     text = re.sub(r"^torchrun ", f"{python} -m torch.distributed.run ", text)
     text = text.replace("runs/ddp_launch/.../model.pt", "runs/digits/model.pt")
     text = text.replace("RUN=runs/first", "RUN=runs/digits")  # by the notebook's first cell
+    text = text.replace(" TO=", f" TO={len(list(clone.glob('*.pt2')))}")  # one that is new
     text = re.sub(r"runs/ddp_launch/RUN|\bRUN(?!=)", "runs/photos", text)
     text = text.replace("runs/fsdp/UTC-TIME", "runs/text").replace(" --download", "")
     text = text.replace(" --sync-bn", "")  # for GPUs
