@@ -360,7 +360,7 @@ def _trained_and_held(part: Any, state: dict[str, Any]) -> list[list[int]]:
         return []
     parameters = [p for group in part.param_groups for p in group["params"]]
     trained = [index for index, p in enumerate(parameters) if p.requires_grad]
-    return [trained, sorted(state["state"], key=str)]
+    return [trained, [*state["state"]]]
 
 
 def _refuse_other_state(part: Any, given: dict[str, Any], held: list[list[int]] | None) -> None:
@@ -371,7 +371,8 @@ def _refuse_other_state(part: Any, given: dict[str, Any], held: list[list[int]] 
     if isinstance(part, torch.optim.Optimizer):
         parameters = [p for group in part.param_groups for p in group["params"]]
         trained, having = _trained_and_held(part, given)
-        if [trained, having] != (held or [trained, trained if having else []]):
+        before = held or [trained, trained if having else []]
+        if [{*trained}, {*having}] != [{*indices} for indices in before]:
             raise ValueError(f"an optimizer of {len(given['state'])} parameters")
         pairs: list[tuple[str, Any, Any]] = [
             (f"{name} {index}", value, parameters[index])
