@@ -61,11 +61,10 @@ def masked_command(command: str) -> str:
     """A command line with *** in place of secrets."""
     with suppress(ValueError):  # no quoted words
         for before, word in pairwise(["", *shlex.split(command)]):
-            # Quoted as a whole, `_plain` would take its end for another word.
-            if shlex.quote(word) != word and (option := _WHOLE.match(word)):
-                command = command.replace(shlex.quote(word), f"{option[0]}***")
-            elif shlex.quote(word) != word and _WHOLE.fullmatch(before):
-                command = command.replace(shlex.quote(word), "***")
+            quoted, option = shlex.quote(word), _WHOLE.match(word)
+            # Of a quoted word, `_plain` could take the end for another word.
+            if quoted != word and (option or _WHOLE.fullmatch(before)):
+                command = command.replace(quoted, f"{option[0] if option else ''}***")
     return _plain(command)
 
 

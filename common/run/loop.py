@@ -454,9 +454,9 @@ class Loop:
                 "their model to loop.resume(NAME=...)"
             )
         seen, told = self._result.weights, self._told_other or not self.run.ranks.is_main
-        other = (name for name, value in weights.items() if not fingerprints({name: value}) <= seen)
-        if self._mesh is None and seen and not told and (name := next(other, "")):
+        if self._mesh is None and seen and not told and not fingerprints(weights) <= seen:
             self._told_other = True
+            name = next(k for k, value in weights.items() if not fingerprints({k: value}) <= seen)
             log.warning(
                 f"{name} of the weights that are saved is not what the evaluation saw: the metrics "
                 "are those of other weights (give both the same model)"

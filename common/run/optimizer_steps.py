@@ -65,7 +65,7 @@ class OptimizerSteps:
         if optimizer is self._main:
             self.lr = optimizer.param_groups[0]["lr"]
         if self._gradients is None:
-            if optimizer not in self._known:
+            if self._whole and optimizer not in self._known:
                 self._late.append(optimizer)
             self._empty &= all(value.grad is None for value in _held([optimizer]))
             return
@@ -130,7 +130,7 @@ class OptimizerSteps:
                 f"no parameter had a gradient in step {step}: call backward() before "
                 "optimizer.step(), and zero_grad() after it"
             )
-        elif self._late and self._whole:
+        elif self._late:
             self._known |= dict.fromkeys(self._late)
             if wrong := self._not_saved(dict.fromkeys(_held(self._late), True), self._late):
                 raise TrainingError(f"{wrong} (step {step})")

@@ -378,7 +378,7 @@ def _refuse_other_state(part: Any, given: dict[str, Any], held: list[list[int]] 
             (f"{name} {index}", value, parameters[index])
             for index, state in given["state"].items()
             for name, value in state.items()
-            if name in _SHAPED_LIKE_THE_PARAMETER
+            if isinstance(value, Tensor) and name in _SHAPED_LIKE_THE_PARAMETER
         ]
     else:
         own = part.state_dict()

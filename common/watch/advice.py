@@ -4,7 +4,7 @@ import math
 
 from torch import Tensor
 
-from common.watch.clock import STEP, shares
+from common.watch.clock import KINDS, STEP, shares
 
 _DATA, _COMMUNICATION, _SAVE = 0.2, 0.3, 0.1
 """From which share on something stands out: of the time of the steps; of all time for saving."""
@@ -21,10 +21,7 @@ _FREE = 0.5
 
 def steps_s(seconds: Tensor) -> float:
     """Time of the slowest rank's steps [s], from all ranks' `Clock.seconds` (ranks, KINDS)."""
-    found = shares(seconds)
-    return float(seconds.sum(dim=1).max()) * max(
-        map(sum, zip(*(found[kind] for kind in STEP if kind in found), strict=True))
-    )
+    return float(seconds[:, [KINDS.index(kind) for kind in STEP]].sum(dim=1).max())
 
 
 def advice(seconds: Tensor, workers: int | None = 0, cores: int = 1) -> list[str]:
@@ -79,9 +76,7 @@ def advice_for_gpu(*, compiles: bool | None, memory_share: float) -> list[str]:
     """
     said = []
     if compiles is False:
-        said.append(
-            "--compile trains faster (ResNet-50 on an H200: 1.47 times), to other last bits"
-        )
+        said.append("--compile trains faster (ResNet-50 on an H200: 1.47 times), to other bits")
     if memory_share < 1 - _FREE:
         said.append(
             f"training uses {memory_share:.0%} of the GPU's memory: a larger --global-batch-size "
