@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from importlib import import_module
@@ -123,9 +124,13 @@ def test_gloos_threads_are_background_work(pool: Pool) -> None:
 
 
 def policies(_ranks: Ranks) -> list[tuple[str, int]]:
-    """Name and scheduling policy of every thread of this process."""
-    threads = Path("/proc/self/task").glob("*")
-    return [((t / "comm").read_text(), os.sched_getscheduler(int(t.name))) for t in threads]
+    """Name and scheduling policy of every thread of this process that does not end meanwhile."""
+    found = []
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            name = (thread / "comm").read_text()
+            found.append((name, os.sched_getscheduler(int(thread.name))))
+    return found
 
 
 def evaluated(ranks: Ranks) -> tuple[Evaluation, bool]:
