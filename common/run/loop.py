@@ -49,7 +49,7 @@ from common.terminal import progress_bar
 from common.throughput import GPU_FIGURES, Throughput, gpu_use, peak_memory_bytes
 from common.trace import StepTrace
 from common.training.evaluation import Evaluation, explosion
-from common.training.losses import refuse_other_losses, warn_of_means
+from common.training.losses import refuse_other_losses, warn_of_graph
 from common.watch.advice import ENOUGH_S, LONG_S, advice, advice_for_gpu, steps_s
 from common.watch.clock import KINDS, by_kind, shares
 from common.watch.stragglers import ComputeTime
@@ -89,8 +89,6 @@ class Loop:
         self._identity = run.identity(plan.global_batch_size, data)
         self._mesh, self._evaluated_step, self._early = mesh, -1, ""
         self._warned = self._advised = self._told_lr = self._told_other = False
-        self.awaits = ""
-        """An option that has no effect until `micro_batches.of` is called."""
         self._workers = 0
         run.lap("data and model")
         warn_of_unknown_metric(run.options.best_by, len(data.class_names))
@@ -131,6 +129,7 @@ class Loop:
             if state.history:
                 run.history.go_on(state.history)
         self._resumed_from = state.step if found else None
+        self._begun_with = fingerprints(parts["model"].state_dict())
         run.resolve(resume=found["file"] if found else "never")
         run.begin(state, self.data, self.plan.global_batch_size)
         self._best = BestEpoch(run, state)
@@ -153,6 +152,11 @@ class Loop:
         run, devices = self.run, self.run.devices
         if folder_of_check():
             end_check(run, self.state, self.data, self.plan, self.steps_left)
+        if fingerprints(self.state.parts["model"].state_dict()) != self._begun_with:
+            raise TrainingError(
+                "the model's weights changed between loop.resume and loop.epochs, which would undo "
+                "a resume: load or change them before loop.resume"
+            )
         self._best.write()
         self._stop, self._speed = StopAgreement(devices, leave=self._leave), Throughput(devices)
         BatchWait(run.options.timeout_s, self._stop, run.ranks, lambda: self.state.step)
@@ -163,7 +167,12 @@ class Loop:
         begun, per_epoch = self.state.step + 1, self.plan.steps_per_epoch
         settle = SETTLE + ((self.state.step + SETTLE) % per_epoch == 0)  # not in an evaluation
         end_of_epoch = -(-(begun + settle) // per_epoch) * per_epoch
-        self._updates = OptimizerSteps(self.state.parts, ddp, whole=self._mesh is None)
+        self._updates = OptimizerSteps(
+            self.state.parts,
+            ddp,
+            whole=self._mesh is None,
+            clip_grad_norm=getattr(self.plan.options, "clip_grad_norm", None) or 0.0,
+        )
         left = min(end_of_epoch, self.last_step) + 1 - begun
         self._profile = Profile(run.options.profile, settle, left, self.clock, run.folder)
         first, end = self.state.epoch, -(-self.last_step // self.plan.steps_per_epoch)
@@ -216,7 +225,7 @@ class Loop:
             first = self._updates.after(state.step + 1, begins_epoch=not state.batch)
         refuse_other_losses(losses, self._keys.batch_size_per_rank, even=self.plan.even)
         if state.step == begun:
-            warn_of_means(losses)
+            warn_of_graph(losses, self._updates.held() if self._mesh is None else None)
         losses = losses.detach()
         if losses.dim() > 1:  # (samples, 1)
             losses = losses.flatten()
@@ -224,11 +233,8 @@ class Loop:
         state.batch += 1
         state.step += 1
         if first:
-            if self.awaits:
-                raise TrainingError(
-                    f"{self.awaits} has no effect: take the batch's parts from "
-                    "`micro_batches.of(batch)`"
-                )
+            for option, use in run.unused.items() if self._mesh is None else ():
+                raise TrainingError(f"{option} has no effect: {use}")
             self._compare_replicas()
             run.lap("first step")
         self._speed.add(self.plan.global_batch_size)

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from common import log
+from common.errors import TrainingError
 from common.run.loop import Loop
 from common.training.ddp import ParallelOptions, average_in_bf16, micro_batches, warm_up
 from common.training.virtual_ranks import seed_shards, use_virtual_ranks
@@ -26,11 +27,13 @@ class MicroBatches:
         loop: Loop,
     ) -> None:
         """Change how `ddp`, before its first forward pass, sums up gradients. Calls collectives."""
-        self.ddp, self.options, self.loop, self._is_warm = ddp, options, loop, False
+        self.ddp, self.options, self.loop = ddp, options, loop
+        self._is_warm, self._looked, self._option = False, False, ""
         self.size = loop.plan.micro_batch_size
         if options.virtual_ranks or options.accumulate > 1:
             shards = f"--virtual-ranks {options.virtual_ranks}"
-            loop.awaits = shards if options.virtual_ranks else f"--accumulate {options.accumulate}"
+            self._option = shards if options.virtual_ranks else f"--accumulate {options.accumulate}"
+            loop.run.unused[self._option] = "take the batch's parts from `micro_batches.of(batch)`"
         norms = (m for m in ddp.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
         statistics = {id(buffer) for norm in norms for buffer in norm.buffers()}
         if all(id(buffer) in statistics for buffer in ddp.buffers()):
@@ -46,11 +49,11 @@ class MicroBatches:
     def warm_up(self, sample: Any) -> None:
         """Train mode, and DDP's buckets made final: why, `common.training.ddp.warm_up` says."""
         self._is_warm = True
-        warm_up(self.ddp, sample, self.size, self.loop.run.autocast)
+        warm_up(self.ddp, sample, self.size, self.loop.run._autocast)
 
     def of(self, batch: Any) -> Iterator[Any]:
         """The parts of this rank's batch; DDP sends gradients with the last part only."""
-        self.loop.awaits = ""
+        self.loop.run.unused.pop(self._option, None)
         if not self._is_warm:
             self._is_warm = True
             log.warning(
@@ -59,4 +62,26 @@ class MicroBatches:
             )
         if self.options.virtual_ranks:
             seed_shards(self.ddp, self.loop.run.options.seed, self.loop.state.step)
-        yield from micro_batches(self.ddp, batch, self.options.accumulate)
+        for number, part in enumerate(micro_batches(self.ddp, batch, self.options.accumulate)):
+            if number == 1 and not self._looked:
+                self._look_for_lost_gradients()
+            yield part
+
+    def _look_for_lost_gradients(self) -> None:
+        """Raise TrainingError in the next backward pass if the one before it no longer counts."""
+        self._looked = True
+        begun = (v for v in self.ddp.parameters() if v.grad is not None and v.grad.any())
+        parameter = next(begun, None)
+        if parameter is None or hasattr(self.ddp.module, "_orig_mod"):  # it would compile again
+            return
+
+        def look(_: Tensor) -> None:
+            hook.remove()
+            if parameter.grad is None or not parameter.grad.any():
+                raise TrainingError(
+                    "the gradients of the step's first micro-batch were gone when the second one's "
+                    "backward pass began: call optimizer.zero_grad() once per step, not for each "
+                    "micro-batch"
+                )
+
+        hook = parameter.register_hook(look)

@@ -1,5 +1,6 @@
 """What the optimizers did between two steps of the loop: how many updates, of which parameters."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -25,13 +28,23 @@ _hooks: list[Any] = []
 class OptimizerSteps:
     """Counts updates from before the first step on.
 
-    `whole`: this rank has the whole model, not a part of its tensors or layers.
+    Args:
+        parts: of the training state.
+        ddp: the wrapped model, if there is one.
+        whole: this rank has the whole model, not a part of its tensors or layers.
+        clip_grad_norm: the largest norm that one optimizer's first gradients must have; 0: any.
     """
 
     def __init__(
-        self, parts: Mapping[str, Any], ddp: DistributedDataParallel | None, *, whole: bool
+        self,
+        parts: Mapping[str, Any],
+        ddp: DistributedDataParallel | None,
+        *,
+        whole: bool,
+        clip_grad_norm: float = 0.0,
     ) -> None:
         self._parts, self._whole, self._ddp = parts, whole, ddp
+        self._clip_grad_norm = clip_grad_norm
         self._may_lack = ddp is not None and ddp.find_unused_parameters
         self._known = dict.fromkeys(part for part in parts.values() if isinstance(part, Optimizer))
         scalers = (part for part in parts.values() if isinstance(part, GradScaler))
@@ -44,7 +57,7 @@ class OptimizerSteps:
         self._all_zero, self._told_mode = True, False
         self._empty = True  # no parameter had a gradient in this step
         self._late: list[Optimizer] = []  # which made no update in the first step
-        self._old_gradients = False
+        self._old_gradients, self._norm = False, math.inf
         self._main = next(iter(self._known), None)
         self.lr: float | None = None
         """Learning rate of this step's update by the first optimizer that a snapshot holds."""
@@ -75,6 +88,13 @@ class OptimizerSteps:
             self._gradients[value] = gradient is not None or self._gradients.get(value, False)
             if gradient is not None and self._all_zero:
                 self._all_zero = self._whole and not gradient.is_sparse and not gradient.any()
+        if self._clip_grad_norm and self._whole:
+            norm = get_total_norm([v.grad for v in _held([optimizer]) if v.grad is not None])
+            self._norm = min(self._norm, float(norm))
+
+    def held(self) -> set[Tensor]:
+        """All parameters of the optimizers that a snapshot holds, or that made an update."""
+        return {*_held(self._known)}
 
     def _trained(self) -> dict[str, Tensor]:
         model = self._parts["model"]
@@ -197,7 +217,7 @@ class OptimizerSteps:
 
     def _wrong(self, gradients: Mapping[Tensor, bool]) -> str:
         """After the first update: is what was trained what the model has, and is it saved?"""
-        held = {*_held(self._known)}
+        held = self.held()
         if outside := [name for name, value in self._begun.items() if value not in held]:
             return (
                 f"no optimizer holds {_first(outside)}, which requires a gradient: make the "
@@ -207,6 +227,11 @@ class OptimizerSteps:
         trained = {name: value for name, value in self._begun.items() if value in gradients}
         without = [name for name, value in trained.items() if not gradients[value]]
         rates = [group["lr"] for part in self._known for group in part.param_groups]
+        if 1.05 * self._clip_grad_norm < self._norm < math.inf:
+            return (
+                f"--clip-grad-norm {self._clip_grad_norm:g} has no effect: call "
+                "torch.nn.utils.clip_grad_norm_ before optimizer.step()"
+            )
         if trained and self._all_zero:
             return (
                 "no parameter had a gradient other than 0: call backward() before "
@@ -223,6 +248,13 @@ class OptimizerSteps:
             log.warning(said)
         if self._before and any(rates) and not self._scaler and self._before == self._bits():
             return "no parameter changed, though the learning rate was above 0"
+        saved = [each.optimizer for each in self._parts.values() if isinstance(each, LRScheduler)]
+        for optimizer in self._known:  # torch marks the step of an optimizer with a schedule
+            if hasattr(optimizer.step, "_wrapped_by_lr_sched") and optimizer not in saved:
+                log.warning(
+                    "a learning rate schedule is in no snapshot, so a resumed run begins it anew: "
+                    "give it to loop.resume(schedule=...)"
+                )
         now = self._unsaved_buffers()
         if changed := [name for name, bits in self._unsaved.items() if now.get(name) != bits]:
             log.warning(

@@ -1,5 +1,6 @@
-"""What each sample weighs in the loss; and does each sample have its own loss?"""
+"""What each sample weighs in the loss; and what was the loss computed from?"""
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -103,28 +104,57 @@ def refuse_other_losses(losses: Tensor, batch_size: int, *, even: bool = True) -
         )
 
 
-def warn_of_means(losses: Tensor) -> None:
-    """Warn if each loss of a rank's first batch holds a mean over the batch."""
-    if losses.numel() > 1 and (name := _mean_over_samples(losses)):
+def warn_of_graph(losses: Tensor, held: Collection[Tensor] | None = None) -> None:
+    """Warn of what the losses of a rank's first batch were computed from and should not be.
+
+    That is a mean over the batch, a softmax where the loss takes one itself, or a parameter that no
+    optimizer holds, such as that of a layer in a plain list. In a compiled model only the last is
+    seen.
+
+    Args:
+        losses: (samples,), or their mean, with the graph of their backward pass.
+        held: what the optimizers hold. None: unknown.
+    """
+    nodes = [*_graph(losses)]
+    if losses.numel() > 1 and (name := next(filter(None, (_mean(n, losses) for n in nodes)), "")):
         log.warning(
             f"each sample's loss holds a mean or a sum over the batch ({name}): weights of single "
             f"samples have no effect on it; give reduction='none' to the loss function ({_PAGE})"
         )
+    for twice in (("LogSoftmax", "Softmax"), ("BinaryCrossEntropyWithLogits", "Sigmoid")):
+        if any(_follow(node, *twice) for node in nodes):
+            log.warning(
+                f"the loss function takes the model's outputs before the {twice[1].lower()}, which "
+                "it computes itself: leave that out of the model"
+            )
+    leaves = (getattr(node, "variable", None) for node in nodes)
+    if others := [v for v in leaves if isinstance(v, nn.Parameter) and v not in (held or {v})]:
+        log.warning(
+            f"the loss depends on {len(others)} parameters that no optimizer holds, one of shape "
+            f"{tuple(others[0].shape)}: register them in the model (a layer in a list needs "
+            "nn.ModuleList) and train them, or call requires_grad_(False)"
+        )
 
 
-def _mean_over_samples(losses: Tensor) -> str:
-    """Name of the operation that made one number of the whole batch; empty if there is none."""
+def _graph(losses: Tensor) -> Iterator[Any]:
+    """The operations that the losses depend on; the last ones first."""
     seen, todo = set(), [losses.grad_fn]
     while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        name, sizes = node.name(), getattr(node, "_saved_self_sym_sizes", ())
-        # A loss function keeps its reduction: 0 none, 1 mean, 2 sum. L1 takes a plain mean.
-        if getattr(node, "_saved_reduction", 0):
-            return name
-        if name == "MeanBackward0" and sizes[:1] == losses.shape[:1]:
-            return name
-        todo += [before for before, _ in node.next_functions]
-    return ""
+        if (node := todo.pop()) is not None and node not in seen:
+            seen.add(node)
+            todo += [before for before, _ in node.next_functions]
+            yield node
+
+
+def _mean(node: Any, losses: Tensor) -> str:
+    """The operation's name, if it made one number of the whole batch; else empty."""
+    sizes, name = getattr(node, "_saved_self_sym_sizes", ()), str(node.name())
+    # A loss function keeps its reduction: 0 none, 1 mean, 2 sum. L1 takes a plain mean.
+    of_batch = name == "MeanBackward0" and sizes[:1] == losses.shape[:1]
+    return name if getattr(node, "_saved_reduction", 0) or of_batch else ""
+
+
+def _follow(node: Any, second: str, first: str) -> bool:
+    before = node.next_functions[0][0] if node.next_functions else None
+    names = (node.name(), before.name()) if before else ()
+    return names == (f"{second}Backward0", f"{first}Backward0")

@@ -46,7 +46,7 @@ from common.seeds import rng_state
 from common.snapshots.snapshot_files import read as read_snapshot
 from common.training.ddp import chunks, warm_up
 from common.training.evaluation import Evaluation, evaluate, score_classes
-from common.training.losses import refuse_other_losses, warn_of_means
+from common.training.losses import refuse_other_losses, warn_of_graph
 from common.training.optimizer import OptimizerOptions
 from common.weights import weights_sha256
 from recipes.ddp_launch import train as ddp_launch
@@ -434,7 +434,7 @@ def test_a_mean_over_the_batch_is_not_taken_for_the_losses_of_samples(
     def said(losses: Tensor) -> str:
         caplog.clear()
         losses.sum().backward()  # as in a recipe: the graph is used up
-        warn_of_means(losses)
+        warn_of_graph(losses)
         return caplog.text
 
     with caplog.at_level("WARNING", log.name), pytest.MonkeyPatch.context() as patch:

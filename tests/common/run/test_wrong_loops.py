@@ -196,6 +196,29 @@ WRONG = {
     "accumulation whose parts are not taken": Case(
         {PARTS: "[batch]"}, "--accumulate 2 has no effect", (1,), ("--accumulate", "2")
     ),
+    "zero_grad for each micro-batch": Case(
+        {BACKWARD: f"optimizer.zero_grad(); {BACKWARD}"},
+        "the gradients of the step's first micro-batch were gone",
+        (1, 2),
+        ("--accumulate", "2"),
+    ),
+    "a precision that is not used": Case(
+        {"with run.autocast:": "if True:"},
+        r"--precision bf16 has no effect: compute the loss in `with run\.autocast",
+        (1,),
+        ("--precision", "bf16"),
+    ),
+    "gradients that are not clipped": Case(
+        {"if options.clip_grad_norm:": "if False:"},
+        r"--clip-grad-norm 0\.01 has no effect",
+        (1, 2),
+        ("--clip-grad-norm", "0.01"),
+    ),
+    "weights that are changed after the resume": Case(
+        {"        # loop\n": "        torch.nn.init.ones_(model.fc.bias)\n"},
+        "weights changed between loop.resume and loop.epochs",
+        (1, 2),
+    ),
     "range for loop.epochs": Case(
         {EPOCHS: "for _ in range(2):"}, r"loop\.steps came without `for _ in loop\.epochs", (1,)
     ),
@@ -274,6 +297,10 @@ WRONG = {
     "labels by rank": Case(
         own_data("(i + ranks.rank) % 2"),
         r"rank 1: another one than on rank 0 \(.*PYTHONHASHSEED=0.*sample 0 of Data\.train",
+    ),
+    "labels of the validation by rank": Case(
+        own_data("(i + (i >= 960) * ranks.rank) % 2"),
+        r"rank 1: another one than on rank 0 .*sample 960 of Data\.val",
     ),
     "class names by rank": Case(
         own_data(names="'ab'[:: 1 - 2 * ranks.rank]"), r"Data\.class_names"
@@ -438,6 +465,16 @@ RIGHT = {
         after(MADE, "scaler._init_scale = 2.0**40"), options=("--precision", "fp16")
     ),
     "accumulation": Case({}, options=("--accumulate", "2"), ranks=(3,)),
+    "one backward pass for all micro-batches": Case(
+        {
+            BACKWARD: "pass",
+            "if options.clip_grad_norm": "(sum(map(torch.sum, losses)) / 480)"
+            ".backward()\n                if options.clip_grad_norm",
+        },
+        options=("--accumulate", "2"),
+        ranks=(1,),
+    ),
+    "clipped gradients": Case({}, options=("--clip-grad-norm", "0.01"), ranks=(1, 2)),
     "virtual ranks": Case({}, options=("--virtual-ranks", "4", "--norm", "batch"), ranks=(1, 3)),
     "BatchNorm": Case({}, options=("--norm", "batch")),
     "a resumed run": Case({}, before=("--max-steps", "1"), ranks=(1, 3)),
@@ -475,6 +512,8 @@ def test_a_loop_that_is_right_trains_on(pool: Pool, tmp_path: Path, name: str) -
         said = trained(pool, tmp_path / str(ranks), RIGHT[name], ranks)
         assert not any(said), said
         assert (tmp_path / str(ranks) / "model.pt").exists()
+        log = (tmp_path / str(ranks) / "logs/rank_0.log").read_text()
+        assert not re.search("no optimizer holds|outputs before|is in no snapshot", log)
 
 
 def test_statistics_are_sent_at_an_evaluation_and_not_in_each_step(
@@ -515,6 +554,25 @@ WARNED = {
             EPOCHS: f"{EPOCHS}\n            ddp.eval()",
         },
         "the model is in eval mode in step 1, where fc.0 acts as in an evaluation",
+    ),
+    "a softmax before the cross-entropy": (
+        {FORWARD: "ddp(images).softmax(1)"},
+        "the loss function takes the model's outputs before the softmax",
+    ),
+    "a layer in a list": (
+        {
+            PARALLELISE: """
+        layers, inner = [torch.nn.Linear(10, 10)], model.forward
+        model.forward = lambda x: layers[0](inner(x))
+"""
+            + PARALLELISE
+        },
+        "the loss depends on 2 parameters that no optimizer holds, one of shape (10",
+    ),
+    "a schedule that no snapshot holds": (
+        after(MADE, "schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)")
+        | {"set_lr(optimizer, loop.lr)": "pass", AFTER_STEP: f"schedule.step(); {AFTER_STEP}"},
+        "a learning rate schedule is in no snapshot",
     ),
     "another model is evaluated": (
         after(MADE, "first = deepcopy(model)") | {RESULT: RESULT.replace("(model", "(first")},
