@@ -178,6 +178,10 @@ _TABLE = {
         "an Embedding(sparse=True) has them: leave sparse out, or give those parameters to an "
         "optimizer that takes them, as torch.optim.SGD(..., fused=False)"
     ),
+    r"expected Tensor as element \d+ in argument \d+, but got NoneType": (
+        "a parameter had its first gradient in a later step: use it in each step, or give this "
+        "optimizer fused=False"
+    ),
     r"cross_entropy_loss.*argument 'input'.*must be Tensor, not": (
         "the model returns more than its logits: take them out, as in model(images)['logits']"
     ),

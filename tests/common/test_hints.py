@@ -53,6 +53,8 @@ label.float() <- RuntimeError: Expected floating point type for target with clas
 label.float() <- RuntimeError: Found dtype Bool but expected Float
 label.float() <- RuntimeError: Subtraction, the `-` operator, with two bool tensors is not
     supported.
+first gradient in a later step <- TypeError: expected Tensor as element 1 in argument 2, but got
+    NoneType
 leave sparse out <- RuntimeError: `_fused_sgd` does not support sparse gradients
 model(images)['logits'] <- TypeError: cross_entropy_loss(): argument 'input' (position 1) must be
     Tensor, not dict
