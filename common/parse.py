@@ -189,7 +189,7 @@ def _unused(values: Mapping[str, Any]) -> dict[str, str]:
         found["verify_images"] = "only --data imagefolder has image files: leave it out"
     if data != "packed":
         found["data_local"] = "only --data packed is copied: leave it out"
-    if model == "convnet":
+    if model == "convnet" or (model == "auto" and data not in ("imagefolder", "packed")):
         for name in ("stem", "zero_init_residual"):
             found[name] = "only ResNets have it: give --model resnet18, or leave it out"
     if values.get("weights"):

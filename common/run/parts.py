@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from common import log
 from common.data.batches import DeviceBatches
 from common.data.datasets import Data, LoaderOptions
 from common.data.loaders import rank_loaders
@@ -51,9 +52,14 @@ def make_model(run: Run, options: ModelOptions, data: Data, *, download: bool) -
     Raises:
         InputError: as `prepare_model`.
     """
+    if options.model == "auto" and data.side:
+        options = options.for_images(data.side)
+        if options.model != "convnet":
+            log.info(f"model {options.model} (--model), for images of {data.side} px")
     bf16 = choose_precision(run.options.precision, run.device) == "bf16"
     if bf16 and run.options.precision == "auto" and options.model.startswith("resnet"):
         options = replace(options, channels_last=True)
     model = prepare_model(options, *data.sizes_for_model, run.dtype, download=download)
-    run.resolve(**options.resolved(data.side), channels_last=options.channels_last)
+    found = {**options.resolved(data.side), "model": options.model}
+    run.resolve(**found, channels_last=options.channels_last)
     return move(model, run.device, run.dtype)

@@ -7,7 +7,7 @@ import shutil
 import sysconfig
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -23,13 +23,17 @@ from common.group.collectives import agreed
 from common.reading import refuse_closed
 from common.weights import without_prefix
 
+_PHOTO_PX = 64
+"""Images of this side or larger are treated as photos."""
+
 
 @dataclass(frozen=True)
 class ModelOptions:
     """The model and its initial weights."""
 
-    model: Literal["convnet", "resnet18", "resnet34", "resnet50"] = "convnet"
-    """Model: a small network for small images, or a ResNet from torchvision."""
+    model: Literal["auto", "convnet", "resnet18", "resnet34", "resnet50"] = "auto"
+    """Model: convnet, a small network for small images, or a ResNet from torchvision.
+    auto: convnet for images below 64 px, else resnet18."""
     norm: Literal["auto", "group", "batch"] = "auto"
     """Normalisation. auto: group for convnet, batch for ResNets.
     group treats each sample alone, so training is the same on any number of ranks.
@@ -59,15 +63,23 @@ class ModelOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"--dropout must be at least 0 and below 1, got {self.dropout}")
-        if self.dropout and self.model != "convnet":
+        if self.dropout and self.model not in ("auto", "convnet"):
             raise ValueError("--dropout is an option of --model convnet")
+
+    def for_images(self, side: int) -> "ModelOptions":
+        """These options with a model's name for images of this side [px] in place of auto."""
+        if self.model != "auto":
+            return self
+        if side >= _PHOTO_PX and self.dropout:
+            raise InputError("--dropout is an option of --model convnet: give that, too")
+        return replace(self, model="resnet18" if side >= _PHOTO_PX else "convnet")
 
     def resolved(self, side: int) -> dict[str, str]:
         """`norm` and `stem` without auto, for images of this side [px]."""
         norm = "group" if self.model == "convnet" else "batch"
         found = read_weights(self.weights) if self.weights else {}
         first = without_prefix(found, ["conv1.weight"])[0].get("conv1.weight")
-        small = side < 64 if first is None else first.shape[-1] == 3
+        small = side < _PHOTO_PX if first is None else first.shape[-1] == 3
         stem = "small" if small else "large"
         return {
             "norm": norm if self.norm == "auto" else self.norm,
@@ -121,6 +133,7 @@ def build_model(options: ModelOptions, channels: int, classes: int, side: int = 
             f"{channels}, {classes} names and {side}; give them, or use a model of your own "
             "(docs/bring-your-own.md)"
         )
+    options = options.for_images(side)
     chosen = options.resolved(side)
     norm = partial(nn.GroupNorm, 8) if chosen["norm"] == "group" else nn.BatchNorm2d
     if options.model == "convnet":
@@ -152,8 +165,8 @@ def how_to_build(options: Mapping[str, Any], side: int) -> dict[str, str] | None
     name: Any = options.get("model")
     if name == "convnet":
         return {"name": name, "from": "common.training.models", "norm": options["norm"]}
-    if name not in get_args(get_type_hints(ModelOptions)["model"]):
-        return None
+    if name == "auto" or name not in get_args(get_type_hints(ModelOptions)["model"]):
+        return None  # an own model was trained, or one of another recipe
     # A recipe without --stem has its default.
     stem = options.get("stem") or ModelOptions(model=name).resolved(side)["stem"]
     return {"name": name, "from": "torchvision.models", "norm": options["norm"], "stem": stem}

@@ -261,7 +261,7 @@ def test_what_may_not_be_read_is_named_with_its_group() -> None:
         nested.mkdir()
         (photos / "tulip" / ".hidden").mkdir(mode=0o700)
         shutil.copy(next((photos / "tulip").glob("*.jpg")), nested / "more.jpg")
-        model = build_model(ModelOptions(), channels=1, classes=10)
+        model = build_model(ModelOptions(), 1, 10, 8)
         snapshot = root / "step_00000001.0123456789abcdef.pt"
         runs = root / "snapshots"
         runs.mkdir()

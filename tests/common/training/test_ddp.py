@@ -44,7 +44,7 @@ def averaged_gradients(ranks: Ranks) -> dict[str, Tensor]:
     """Gradients of one global batch of 24 in float64, through DDP."""
     seed_everything(0)
     data = load_data(DataOptions(), 0, ranks)
-    model = build_model(ModelOptions(), data.channels, 10).double()
+    model = build_model(ModelOptions(), data.channels, 10, 8).double()
     ddp = DistributedDataParallel(model)
     batches = GlobalBatches(
         len(data.train), [24 // ranks.world_size] * ranks.world_size, 0, ranks.rank
@@ -71,7 +71,7 @@ def step_gradients(
     """Gradients of one step on a global batch of 24, and how many buckets travelled for it."""
     seed_everything(0)
     data = load_data(DataOptions(), 0, ranks)
-    model = build_model(ModelOptions(), data.channels, 10).to(dtype)
+    model = build_model(ModelOptions(), data.channels, 10, 8).to(dtype)
     ddp, travelled = DistributedDataParallel(model), 0
 
     def count(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -136,7 +136,7 @@ def policies(_ranks: Ranks) -> list[tuple[str, int]]:
 def evaluated(ranks: Ranks) -> tuple[Evaluation, bool]:
     """A model with BatchNorm whose statistics differ by rank before they are evaluated."""
     seed_everything(1)
-    model = build_model(ModelOptions(norm="batch"), 1, 10)
+    model = build_model(ModelOptions(norm="batch"), 1, 10, 8)
     if ranks.rank != 0:
         for buffer in model.buffers():
             buffer.add_(1)
@@ -387,7 +387,7 @@ def test_a_new_ddp_goes_on_with_the_same_bits_once_its_buckets_are_settled(pool:
 
 
 def settle_leaves_no_trace(ranks: Ranks) -> bool:
-    model = build_model(ModelOptions(norm="batch", dropout=0.5), 1, 10)
+    model = build_model(ModelOptions(norm="batch", dropout=0.5), 1, 10, 8)
     ddp = DistributedDataParallel(model)
     image = torch.randn(1, 8, 8)
     before, random_before = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -498,7 +498,7 @@ def test_unwrapped_weights_give_the_same_outputs_in_a_plain_process(
     run = training(pool, 2, tmp_path / "run", optimizer={"epochs": 2})
     weights = torch.load(run.folder / "model.pt", weights_only=True)
     assert weights_sha256(weights) == run.sha
-    model = build_model(ModelOptions(), 1, 10)
+    model = build_model(ModelOptions(), 1, 10, 8)
     model.load_state_dict(weights)
     model.eval()
     data = load_data_alone()

@@ -29,10 +29,10 @@ from tests.helpers.training import training
 
 
 def test_weights_of_matching_shape_load_and_the_others_are_named(tmp_path: Path) -> None:
-    other = build_model(ModelOptions(), channels=1, classes=5)
+    other = build_model(ModelOptions(), 1, 5, 8)
     path = tmp_path / "weights.pt"
     torch.save({f"module.{name}": value for name, value in other.state_dict().items()}, path)
-    model = build_model(ModelOptions(), channels=1, classes=10)
+    model = build_model(ModelOptions(), 1, 10, 8)
     before = model.state_dict()["fc.weight"].clone()
     loaded, left_out = load_matching(model, path)
     assert left_out == ["fc.bias", "fc.weight"]
@@ -56,7 +56,7 @@ def test_the_first_layers_are_those_of_the_weights(
 
 
 def test_weights_in_float64_are_not_rounded(pool: Pool, tmp_path: Path) -> None:
-    given = build_model(ModelOptions(), channels=1, classes=10).double().state_dict()
+    given = build_model(ModelOptions(), 1, 10, 8).double().state_dict()
     given = {name: value + 1e-12 for name, value in given.items()}
     torch.save(given, tmp_path / "given.pt")
     training(
@@ -73,7 +73,7 @@ def test_weights_in_float64_are_not_rounded(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_weights_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build_model(ModelOptions(), channels=1, classes=10)
+    model = build_model(ModelOptions(), 1, 10, 8)
     with pytest.raises(InputError, match="is not a file"):
         load_matching(model, tmp_path / "none.pt")
     (tmp_path / "text.pt").write_text("hello")
@@ -145,7 +145,7 @@ def test_a_frozen_parameter_does_not_put_the_layers_below_it_into_eval_mode(froz
 
 
 def test_train_mode_lets_trained_batch_norm_learn_its_statistics() -> None:
-    model = build_model(ModelOptions(norm="batch"), channels=1, classes=4)
+    model = build_model(ModelOptions(norm="batch"), 1, 4, 8)
     set_train_mode(model)
     model(torch.randn(4, 1, 8, 8) + 5)
     assert has_trained_batch_norm(model)
@@ -169,6 +169,14 @@ def test_data_that_do_not_say_their_sizes_need_a_model_of_their_own(model: Any) 
         needs = rf"needs channels, class_names and side for --model {model}: got {sizes[0]}, "
         with pytest.raises(InputError, match=needs):
             build_model(ModelOptions(model=model), *sizes)
+
+
+def test_photos_get_a_resnet_unless_a_model_is_given() -> None:
+    for side, name, given in ((63, "convnet", "auto"), (64, "resnet18", "auto")):
+        assert ModelOptions(model=given).for_images(side).model == name  # type: ignore[arg-type]
+    assert ModelOptions(model="convnet").for_images(224).model == "convnet"
+    with pytest.raises(InputError, match="--dropout is an option of --model convnet"):
+        ModelOptions(dropout=0.5).for_images(224)
 
 
 def test_options_that_mean_nothing() -> None:
@@ -256,9 +264,9 @@ def test_safetensors_are_read_and_without_the_package_it_is_named(
     safetensors = pytest.importorskip("safetensors.torch")
     with pytest.raises(InputError, match=r"is not a weights file: .*header"):
         read_weights(path)
-    model = build_model(ModelOptions(), 1, 10)
+    model = build_model(ModelOptions(), 1, 10, 8)
     safetensors.save_file({f"model.{k}": v for k, v in model.state_dict().items()}, path)
-    other = build_model(ModelOptions(), 1, 10)
+    other = build_model(ModelOptions(), 1, 10, 8)
     assert load_matching(other, path)[1] == []
     same = zip(model.state_dict().values(), other.state_dict().values(), strict=True)
     assert all(torch.equal(one, two) for one, two in same)
