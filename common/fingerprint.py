@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import functional
 
 Fingerprint = dict[str, str]
 """Name of an operation to 8 hexadecimal digits."""
@@ -62,78 +62,36 @@ def _operations(device: torch.device) -> Iterator[tuple[str, Callable[[], list[T
     def adamw() -> list[Tensor]:
         # The optimizer's kernel: the class imports the compiler, which takes half a second.
         weight, gradient, mean, square = [values(999).detach() for _ in range(4)]
-        state: Any = (
-            [weight],
-            [gradient],
-            [mean],
-            [square.abs()],
-            [],
-            [torch.ones((), device=device)],
-        )
+        step = torch.ones((), device=device)
+        state: Any = ([weight], [gradient], [mean], [square.abs()], [], [step])
         rates: Any = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8}
         torch._fused_adamw_(*state, **rates, amsgrad=False, maximize=False)
         return [weight, mean]
-
-    def matrices(dtype: torch.dtype) -> list[Tensor]:
-        return with_gradients(
-            torch.matmul, values(33, 100, dtype=dtype), values(100, 65, dtype=dtype)
-        )
-
-    def positive() -> Tensor:
-        return values(999).detach().abs().requires_grad_()
-
-    def with_one(function: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        return with_gradients(function, positive())
 
     def draws() -> list[Tensor]:
         generator = torch.Generator(device).manual_seed(0)
         options: dict[str, Any] = {"generator": generator, "device": device}
         return [torch.randn(999, **options), torch.rand(999, **options)]
 
-    images, channels = (2, 8, 9, 9), values(8)
-    yield "matrix product", lambda: matrices(torch.float32)
-    yield "matrix product fp64", lambda: matrices(torch.float64)
-    yield "matrix product bf16", lambda: matrices(torch.bfloat16)
-    yield (
-        "convolution",
-        lambda: with_gradients(
-            lambda x, w: functional.conv2d(x, w, padding=1), values(*images), values(16, 8, 3, 3)
-        ),
-    )
-    yield (
-        "batch norm",
-        lambda: with_gradients(
-            lambda x, w: functional.batch_norm(x, None, None, w, w, training=True),
-            values(*images),
-            channels,
-        ),
-    )
-    yield (
-        "group norm",
-        lambda: with_gradients(
-            lambda x, w: functional.group_norm(x, 4, w, w), values(*images), channels
-        ),
-    )
-    yield (
-        "rms norm",
-        lambda: with_gradients(lambda x: functional.rms_norm(x, (100,)), values(9, 100)),
-    )
-    yield (
-        "attention",
-        lambda: with_gradients(
-            lambda q: functional.scaled_dot_product_attention(q, q, q, is_causal=True),
-            values(2, 2, 17, 16),
-        ),
-    )
-    yield (
-        "cross entropy",
-        lambda: with_gradients(
-            lambda x: functional.cross_entropy(x, torch.arange(9, device=device), reduction="none"),
-            values(9, 100),
-        ),
-    )
-    for function in (torch.exp, torch.tanh, torch.sigmoid, functional.gelu, torch.rsqrt):
-        yield function.__name__, partial(with_one, function)
+    images, channels, rows = values(2, 8, 9, 9), values(8), values(9, 100)
+    filters, words, classes = values(16, 8, 3, 3), values(2, 2, 17, 16), torch.arange(9).to(device)
+    positive = values(999).detach().abs().requires_grad_()
+    calls: dict[str, tuple[Callable[..., Tensor], *tuple[Tensor, ...]]] = {
+        "convolution": (partial(F.conv2d, padding=1), images, filters),
+        "batch norm": (lambda x, w: F.batch_norm(x, None, None, w, w, True), images, channels),
+        "group norm": (lambda x, w: F.group_norm(x, 4, w, w), images, channels),
+        "rms norm": (lambda x: F.rms_norm(x, (100,)), rows),
+        "attention": (lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), words),
+        "cross entropy": (lambda x: F.cross_entropy(x, classes, reduction="none"), rows),
+    }
+    for kind in (torch.float32, torch.float64, torch.bfloat16):
+        name = {torch.float64: " fp64", torch.bfloat16: " bf16"}.get(kind, "")
+        both = values(33, 100, dtype=kind), values(100, 65, dtype=kind)
+        yield f"matrix product{name}", partial(with_gradients, torch.matmul, *both)
+    for name, call in calls.items():
+        yield name, partial(with_gradients, *call)
+    for function in (torch.exp, torch.tanh, torch.sigmoid, F.gelu, torch.rsqrt):
+        yield function.__name__, partial(with_gradients, function, positive)
     yield "sum", lambda: [values(9999).sum(), values(9999).mean(), values(9999).norm()]
     yield "AdamW", adamw
     yield "random numbers", draws
