@@ -8,7 +8,7 @@ Source: Dixit et al. 2021, "Silent Data Corruptions at Scale" (arXiv 2102.11245)
 
 import socket
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -51,7 +51,8 @@ def unlike_replicas(parts: Mapping[str, Any], step: int, *, buffers: bool) -> st
             DDP sends rank 0's with the next forward pass.
 
     Returns:
-        Which tensor differs and which rank is at fault; empty if nothing differs.
+        Which tensor differs, and which ranks are at fault: those that differ from the majority,
+        or all ranks where there is none. Empty if nothing differs.
     """
     held: dict[str, Tensor] = {}
     optimizers = {name: part for name, part in parts.items() if isinstance(part, Optimizer)}
@@ -70,24 +71,15 @@ def unlike_replicas(parts: Mapping[str, Any], step: int, *, buffers: bool) -> st
                 held |= {f"{prefix}{name} ({k})": v for k, v in state if isinstance(v, Tensor)}
     theirs = gather({name: int(fingerprint(value)) for name, value in held.items()})
     names = list(dict.fromkeys(name for each in theirs for name in each))
-    votes = enumerate(tuple(each.get(name) for name in names) for each in theirs)
-    return _verdict(f"differs between ranks after step {step}", names, votes)
-
-
-def _verdict(what: str, names: Sequence[str], votes: Iterable[tuple[int, tuple[Any, ...]]]) -> str:
-    """The first tensor that differs and the ranks at fault; empty if all votes are equal.
-
-    A rank is at fault if its vote is not that of the majority, which needs two ranks or more.
-    """
-    votes = list(votes)
-    usual, count = Counter(vote for _, vote in votes).most_common(1)[0]
+    votes = [tuple(each.get(name) for name in names) for each in theirs]
+    usual, count = Counter(votes).most_common(1)[0]
     if count == len(votes):
         return ""
-    columns = zip(names, *(vote for _, vote in votes), strict=True)
+    columns = zip(names, *votes, strict=True)
     first, *more = (name for name, *values in columns if len(set(values)) > 1)
     also = f" (and {len(more)} more)" if more else ""
-    known = 2 * count > len(votes) and len({rank for rank, vote in votes if vote == usual}) > 1
-    faulty = sorted({rank for rank, vote in votes if vote != usual or not known})
+    known = 2 * count > len(votes)  # else no vote has a majority
+    faulty = [rank for rank, vote in enumerate(votes) if vote != usual or not known]
     hosts = gather(socket.gethostname())
     who = (" and " if known else " or ").join(f"rank {rank} on {hosts[rank]}" for rank in faulty)
-    return f"{first}{also} {what}, at fault: {who}"
+    return f"{first}{also} differs between ranks after step {step}, at fault: {who}"
