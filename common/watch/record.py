@@ -107,7 +107,9 @@ class Watch:
         if stays or self._wrote:  # else it trains, and the record says so
             found: Record = {}
             if stays:
-                found = _found(self._step)
+                stack = main_stack()
+                found = {"step": self._step, "place": _place(reversed(stack))}
+                found["stack"] = "".join(traceback.format_list(stack))
                 # torch imports torch._inductor the first time: seconds, on a busy machine.
                 # faulthandler takes no GIL: it would read frames that change, and can crash.
                 faulthandler.cancel_dump_traceback_later()
@@ -151,16 +153,6 @@ def stop(*, keep: bool = False) -> None:
     """Stop watching this process, if it is watched."""
     while _current:
         _current.pop().end(keep=keep)
-
-
-def _found(step: int) -> Record:
-    """Where this rank is after so many steps."""
-    stack = main_stack()
-    return {
-        "step": step,
-        "place": _place(reversed(stack)),
-        "stack": "".join(traceback.format_list(stack)),
-    }
 
 
 def place() -> str:
