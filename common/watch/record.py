@@ -18,7 +18,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from sysconfig import get_path
 
@@ -220,6 +219,8 @@ def _collectives() -> list[Record]:
 
 
 def _dump(backend: str) -> bytes:
+    if backend == "nccl" and hasattr(c10d, "_dump_nccl_trace"):
+        return c10d._dump_nccl_trace()
     try:
         return c10d._dump_fr_trace(backend=backend)
     except TypeError:  # before torch 2.15 it is gloo's, and takes no backend
@@ -228,19 +229,11 @@ def _dump(backend: str) -> bytes:
 
 def _recorded() -> Iterator[tuple[str, Record]]:
     """Each backend of the group, and the calls in its flight recorder."""
-    used = re.findall(r"\w+(?=,|$)", dist.get_backend_config())
-    dumps: dict[str, Callable[[], bytes]] = {}
-    for backend in sorted({*used} | ({"nccl2"} if "nccl" in used else set())):
-        dumps[backend] = partial(_dump, backend)
-        if backend == "nccl" and hasattr(c10d, "_dump_nccl_trace"):
-            dumps[backend] = c10d._dump_nccl_trace
-    for backend, dump in dumps.items():
-        try:
-            content = dump()
-        except (AttributeError, RuntimeError, ValueError):  # torch has no such recorder
-            continue
-        for entry in pickle.loads(content).get("entries", ()):  # noqa: S301
-            yield backend, entry
+    used = set(re.findall(r"\w+(?=,|$)", dist.get_backend_config()))
+    for backend in sorted(used | ({"nccl2"} if "nccl" in used else set())):
+        with suppress(AttributeError, RuntimeError, ValueError):  # torch has no such recorder
+            for entry in pickle.loads(_dump(backend)).get("entries", ()):  # noqa: S301
+                yield backend, entry
 
 
 def _members(group: str) -> list[int]:
