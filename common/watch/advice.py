@@ -4,7 +4,7 @@ import math
 
 from torch import Tensor
 
-from common.watch.clock import KINDS, STEP, shares
+from common.watch.clock import KINDS, STEP
 
 _DATA, _COMMUNICATION, _SAVE = 0.2, 0.3, 0.1
 """From which share on something stands out: of the time of the steps; of all time for saving."""
@@ -19,9 +19,9 @@ _FREE = 0.5
 """A GPU that leaves this share of its memory free has room for larger batches."""
 
 
-def steps_s(seconds: Tensor) -> float:
-    """Time of the slowest rank's steps [s], from all ranks' `Clock.seconds` (ranks, KINDS)."""
-    return float(seconds[:, [KINDS.index(kind) for kind in STEP]].sum(dim=1).max())
+def steps_s(seconds: Tensor) -> Tensor:
+    """Time of each rank's steps [s], from all ranks' `Clock.seconds` (ranks, KINDS)."""
+    return seconds[:, [KINDS.index(kind) for kind in STEP]].sum(dim=1)
 
 
 def advice(seconds: Tensor, workers: int | None = 0, cores: int = 1) -> list[str]:
@@ -34,20 +34,12 @@ def advice(seconds: Tensor, workers: int | None = 0, cores: int = 1) -> list[str
         workers: loading processes of each rank. None: the recipe has no such option.
         cores: CPU cores of each rank.
     """
-    found = shares(seconds)
-    none = [0.0] * len(seconds)
-    steps = [sum(own) for own in zip(*(found.get(kind, none) for kind in STEP), strict=True)]
-    said: list[str] = []
-    if steps_s(seconds) < ENOUGH_S:
+    own, steps, said = dict(zip(KINDS, seconds.T, strict=True)), steps_s(seconds), list[str]()
+    if steps.max() < ENOUGH_S:
         return said
-
-    def of_steps(kind: str) -> list[float]:
-        own = zip(found.get(kind, none), steps, strict=True)
-        return [part / max(whole, 1e-9) for part, whole in own]
-
-    data, waits = of_steps("data"), of_steps("communication")
-    if max(data) > _DATA:
-        rank, share = data.index(max(data)), min(max(data), 0.99)
+    data, waits = ((own[kind] / steps.clamp(min=1e-9)) for kind in ("data", "communication"))
+    if data.max() > _DATA:
+        rank, share = int(data.argmax()), min(float(data.max()), 0.99)
         enough = math.ceil((workers or share) / (1 - share))
         waited = f"for {share:.0%} of its steps' time rank {rank} waited for data"
         smaller = ", and smaller images (make pack) need fewer" if enough > cores else ""
@@ -56,13 +48,14 @@ def advice(seconds: Tensor, workers: int | None = 0, cores: int = 1) -> list[str
             f"RECIPE=tune_loader` measures it{smaller}"
         )
         said.append(waited + ("" if workers is None else how))
-    if min(waits) > _COMMUNICATION:  # a rank that only waits for a slow one is not all ranks
+    if (
+        least := float(waits.min())
+    ) > _COMMUNICATION:  # a rank that waits for a slow one is not all
         said.append(
-            f"communication took at least {min(waits):.0%} of the steps' time on every rank and "
-            "was not hidden behind computing: larger batches per rank, or "
-            "--gradient-compression bf16"
+            f"communication took at least {least:.0%} of the steps' time on every rank and was not "
+            "hidden behind computing: larger batches per rank, or --gradient-compression bf16"
         )
-    if (save := max(found["save"])) > _SAVE:
+    if (save := float((own["save"] / seconds.sum(dim=1)).max())) > _SAVE:
         said.append(f"saving took {save:.0%} of the time: a larger --snapshot-every, a faster disk")
     return said
 
