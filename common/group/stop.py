@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, NoReturn
 
 import torch
@@ -14,22 +15,6 @@ from common.group.devices import synchronize
 
 def _leave() -> NoReturn:
     raise StopRequested
-
-
-class _Requests:
-    """The stop signals that came to this process."""
-
-    def __init__(self) -> None:
-        self.came: int | None = None
-        self._before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
-
-    def _note(self, number: int, _frame: object) -> None:
-        self.came = number
-
-    def release(self) -> None:
-        """Restore the signal handlers."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
 
 class StopAgreement:
@@ -45,7 +30,6 @@ class StopAgreement:
             steps still to do.
         interval_s: time between two agreements.
         leave: raises StopRequested; a loop's own saves the state first.
-        requests: of the loop, for an agreement inside of it. None: begin to listen for signals.
     """
 
     def __init__(
@@ -53,21 +37,27 @@ class StopAgreement:
         devices: Sequence[torch.device] = (),
         interval_s: float = 1.0,
         leave: Callable[[], Any] = _leave,
-        requests: _Requests | None = None,
     ) -> None:
         self.devices, self.interval_s, self.leave = devices, interval_s, leave
         self.group = dist.group.WORLD
-        if requests is None:
-            _of_the_loop[:] = [self]
-        self.requests = requests or _Requests()
-        self._last_step = -1
-        self._next_step = 0
-        self._since = time.monotonic()
+        self.came: list[int] = []
+        """The stop signals that came to this process."""
+        self._before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+        _of_the_loop[:] = [self]
+        self.begin()
+
+    def begin(self) -> None:
+        """Count steps from here on."""
+        self._last_step, self._next_step, self._since = -1, 0, time.monotonic()
+
+    def _note(self, number: int, _frame: object) -> None:
+        self.came.append(number)
 
     def release(self) -> None:
         """Restore the signal handlers: no more agreements follow."""
         _of_the_loop.clear()
-        self.requests.release()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def after(self, step: int, *, at_once: bool = False) -> bool:
         """Whether all ranks stop after `step`; every rank calls this with the same steps, in order.
@@ -83,7 +73,7 @@ class StopAgreement:
         synchronize(*self.devices)
         now = time.monotonic()
         step_s = (now - self._since) / max(1, step - self._last_step)
-        asked = float(self.requests.came is not None)
+        asked = float(bool(self.came))
         agreement = torch.tensor([asked, step_s], dtype=torch.float64)
         dist.all_reduce(agreement, op=dist.ReduceOp.MAX)
         stop, slowest_s = agreement.tolist()
@@ -97,8 +87,9 @@ _of_the_loop: list[StopAgreement] = []
 
 
 def agreement_in_evaluation() -> StopAgreement | None:
-    """One on the same requests as the loop's, which counts batches; None outside of a loop."""
+    """One on the same signals as the loop's, which counts batches; None outside of a loop."""
     if not _of_the_loop or _of_the_loop[0].group is not dist.group.WORLD:
         return None
-    outer = _of_the_loop[0]
-    return StopAgreement(outer.devices, outer.interval_s, outer.leave, outer.requests)
+    inner = copy(_of_the_loop[0])
+    inner.begin()
+    return inner
