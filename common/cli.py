@@ -197,10 +197,7 @@ def _resolve(arguments: Sequence[str]) -> tuple[Ranks, list[str]]:
     for option, value in pairwise(["", *arguments]):
         if not value or re.fullmatch(r"--[\w-]+=", value):
             raise InputError(f"{value or option} has an empty value: is a variable not set?")
-    pattern = r"--local[-_]rank=(\d+)"
-    given = [int(match[1]) for word in arguments if (match := re.fullmatch(pattern, word))]
-    rest = [word for word in arguments if not re.fullmatch(pattern, word)]
-    return resolve(local_rank_argument=given[0] if given else None), rest
+    return resolve(), [w for w in arguments if not re.fullmatch(r"--local[-_]rank=\d+", w)]
 
 
 def _device(arguments: Sequence[str]) -> str:

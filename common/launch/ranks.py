@@ -88,14 +88,13 @@ class Ranks:
         return self.local_world_size < self.world_size
 
 
-def resolve(env: Mapping[str, str] | None = None, local_rank_argument: int | None = None) -> Ranks:
+def resolve(env: Mapping[str, str] | None = None) -> Ranks:
     """Read this process's ranks from the environment variables that its launcher set.
 
     The innermost launcher wins: torchrun or mpirun inside a Slurm job. MASTER_ADDR and MASTER_PORT
     from the user always win. RANK and WORLD_SIZE that no launcher set must agree with Slurm's.
 
-    Without a launcher, this process is a world of one. torch.distributed.launch passes the local
-    rank as the argument `--local-rank`.
+    Without a launcher, this process is a world of one.
 
     Raises:
         InputError: variables that are missing, not numbers, or contradict each other.
@@ -110,7 +109,7 @@ def resolve(env: Mapping[str, str] | None = None, local_rank_argument: int | Non
         _refuse_leftovers(env, ranks)
         return ranks
     if "RANK" in env or "WORLD_SIZE" in env:
-        return _from_torchrun(env, local_rank_argument)
+        return _from_torchrun(env)
     for launcher, (rank, local_rank, *_) in _MPI.items():
         if rank in env and local_rank in env:
             return _from_mpi(env, launcher)
@@ -177,17 +176,12 @@ def _number(env: Mapping[str, str], name: str, launcher: str) -> int:
         raise InputError(f"{name} must be a whole number, got {env[name]!r}") from None
 
 
-def _from_torchrun(env: Mapping[str, str], local_rank_argument: int | None) -> Ranks:
+def _from_torchrun(env: Mapping[str, str]) -> Ranks:
     launcher = "recipes" if "RECIPES_ERRORS" in env else "torchrun"
     _refuse_a_part(env)
     world_size = _number(env, "WORLD_SIZE", launcher)
     rank = _number(env, "RANK", launcher)
-    local_rank = local_rank_argument
-    if "LOCAL_RANK" in env:
-        local_rank = _number(env, "LOCAL_RANK", launcher)
-        if local_rank_argument not in (None, local_rank):
-            raise InputError(f"--local-rank {local_rank_argument} contradicts {local_rank=}")
-    if local_rank is None and world_size > 1:
+    if "LOCAL_RANK" not in env and world_size > 1:
         raise InputError(
             "RANK and WORLD_SIZE are set, but LOCAL_RANK is not, which chooses the device: "
             "set it to this process's number on its host; or unset RANK WORLD_SIZE, if they are "
@@ -199,7 +193,7 @@ def _from_torchrun(env: Mapping[str, str], local_rank_argument: int | None) -> R
     listen_fd = env.get("RECIPES_LISTEN_FD") if rank == 0 else None
     return Ranks(
         rank,
-        local_rank or 0,
+        _number(env, "LOCAL_RANK", launcher) if "LOCAL_RANK" in env else 0,
         world_size,
         _number(env, local_size, launcher),
         launcher,
