@@ -1,7 +1,10 @@
 """The manifest: what it takes to say that two runs were the same run."""
 
+import hashlib
 import os
+import platform
 import socket
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,9 @@ from common.group.collectives import gather
 from common.identity import differences
 from common.kernels import PORTABLE
 from common.launch.process import command_line
-from common.machine import describe_machine
+from common.git import changed_files, git, image_commit, output
+from common.launch.capacity import memory_limit
+from common.stack import running_versions
 from common.masking import masked_command, masked_diff
 
 # Never the whole environment: it may hold credentials.
@@ -87,6 +92,36 @@ def describe_run(devices: list[torch.device], seed: int, data_fingerprint: str) 
         },
         "data_fingerprint": data_fingerprint,
     }
+
+
+def describe_machine() -> dict[str, Any]:
+    """This machine, the code and the libraries, to be recorded with every measurement."""
+    commit, changed = git("rev-parse", "HEAD"), changed_files()
+    lock = Path(sys.prefix) / "lock.txt"  # the Makefile puts the lock of the environment there
+    cuda = torch.cuda.is_available()
+    smi = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    sha, dirty, changed = (commit.strip(), bool(changed), changed) if commit else image_commit()
+    return {
+        "git_commit": sha,
+        "git_dirty": dirty,
+        "changed_files": changed,
+        "lock_sha256": hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else None,
+        "image_digest": os.environ.get("RECIPES_IMAGE_DIGEST"),
+        "stack": os.environ.get("RECIPES_STACK"),
+        "python": platform.python_version(),
+        **running_versions(),
+        "torch": torch.__version__,
+        "driver": (output(*smi).partition("\n")[0] or None) if cuda else None,
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "cpu": _cpu_model(),
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "memory_limit_bytes": memory_limit(),
+    }
+
+
+def _cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), "")
 
 
 def environment() -> dict[str, str]:
