@@ -28,7 +28,7 @@ from common.errors import (
     SampleError,
     TrainingError,
 )
-from common.launch.capacity import memory_limit, too_little_memory
+from common.launch.capacity import memory_limit
 from common.launch.ranks import Ranks
 from common.masking import printable
 from common.watch import verdict
@@ -318,7 +318,7 @@ def _killed(seen: _Evidence) -> tuple[str, int] | None:
             what = f"{_here(rank)} was killed by {signal.Signals(-status).name}"
             said = hints.with_hint(what)
             if status == -signal.SIGKILL and (limit := memory_limit()):
-                said = f"{what}: perhaps out of memory: {too_little_memory(limit)}"
+                said = f"{what}: perhaps out of memory: this job may use {limit >> 20} MiB"
             # On a new line, because a progress bar may be on this one.
             return f"\nerror: {said}", STATUS_FAILED
     return None
