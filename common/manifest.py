@@ -134,9 +134,6 @@ def environment() -> dict[str, str]:
 def continued(now: dict[str, Any], then: dict[str, Any], step: int) -> dict[str, Any]:
     """The manifest `now`; under `before`, what was different until `step`, newest last."""
     before = then.pop("before", [])
-    if not isinstance(before, list):
-        log.warning("before in manifest.json is no list: what was different earlier is lost")
-        before = []
     changed = {
         name: then[name]
         for name in differences(then, now)

@@ -66,11 +66,6 @@ class Ranks:
                     f"{self.launcher} gave {name} {value} in a world of {size}: "
                     f"it must lie in 0..{size - 1}. Check the launcher's environment variables."
                 )
-        if self.local_world_size > self.world_size:
-            raise InputError(
-                f"{self.launcher} gave {self.local_world_size} processes on this host in a world "
-                f"of {self.world_size}"
-            )
 
     @property
     def share(self) -> tuple[int, int]:
