@@ -243,7 +243,7 @@ def show_cause(
         return STATUS_STOPPED if failed else STATUS_FINISHED
     waited, lost = (_who_said(text, said) for text in (hints.WAITED, hints.LOST))
     evidence = _Evidence(failed, silent, early, entries, waited, lost - waited)
-    rules = (_killed, _early, _own_error, _mute, _late, _watchdog_alone, _hung, _lost)
+    rules = (_killed, _early, _own_error, _mute, _late, _hung, _aborted)
     found = (rule(evidence) for rule in rules)
     line, status = next(filter(None, found), None) or _follower(evidence)
     say(line)
@@ -361,14 +361,6 @@ def _late(seen: _Evidence) -> tuple[str, int] | None:
     return f"error: {f'{late.who}{doing} {late.says}'.strip()}\n{late.stack}", STATUS_FAILED
 
 
-def _watchdog_alone(seen: _Evidence) -> tuple[str, int] | None:
-    """Ranks here waited for one that hangs on another host, and left no record."""
-    if not seen.waited or seen.hung:
-        return None
-    what = f"{_here(min(seen.waited))}: {hints.WATCHDOG}"
-    return f"error: {hints.with_hint(what)}", STATUS_FAILED
-
-
 def _hung(seen: _Evidence) -> tuple[str, int] | None:
     """A rank here without a watchdog's message, or one that computes or is stopped."""
     first, busy = [*seen.reports, None][0], set(seen.silent.values()) != {"waiting"}
@@ -382,12 +374,13 @@ def _hung(seen: _Evidence) -> tuple[str, int] | None:
     return line, STATUS_FAILED
 
 
-def _lost(seen: _Evidence) -> tuple[str, int] | None:
-    """NCCL aborted ranks here because one on another host is gone."""
-    if not seen.lost or seen.reports:
+def _aborted(seen: _Evidence) -> tuple[str, int] | None:
+    """NCCL aborted ranks here because of one on another host, which hangs or is gone."""
+    if seen.hung or not (seen.waited or (seen.lost and not seen.reports)):
         return None
-    what = f"{_here(min(seen.lost))}: NCCL: remote process exited or there was a network error"
-    return f"error: {hints.with_hint(what)}", STATUS_FAILED
+    gone = "NCCL: remote process exited or there was a network error"
+    rank, what = (min(seen.waited), hints.WATCHDOG) if seen.waited else (min(seen.lost), gone)
+    return f"error: {hints.with_hint(f'{_here(rank)}: {what}')}", STATUS_FAILED
 
 
 def _follower(seen: _Evidence) -> tuple[str, int]:
