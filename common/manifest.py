@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from common import log
 from common.fingerprint import fingerprint, unlike
+from common.git import changed_files, git, image_commit, output
 from common.group.collectives import gather
 from common.identity import differences
 from common.kernels import PORTABLE
-from common.launch.process import command_line
-from common.git import changed_files, git, image_commit, output
 from common.launch.capacity import memory_limit
-from common.stack import running_versions
+from common.launch.process import command_line
 from common.masking import masked_command, masked_diff
+from common.stack import running_versions
 
 # Never the whole environment: it may hold credentials.
 _ENVIRONMENT = (
