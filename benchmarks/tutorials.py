@@ -37,7 +37,7 @@ from common.data.datasets import load_data
 from common.data.loaders import rank_loaders
 from common.group.process_group import process_group
 from common.launch.ranks import Ranks
-from common.machine import describe_machine
+from common.manifest import describe_machine
 from common.run.plan import make_plan
 from common.seeds import seed_everything
 from common.training.models import build_model

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from common import ROOT
 from common.errors import STATUS_FINISHED, InputError
+from common.launch.capacity import refuse_more_than_fit
 from common.launch.process import end_process as end_process
 from common.launch.process import run_rank
 from common.launch.ranks import Ranks, resolve
@@ -55,6 +56,7 @@ def start(name: str, arguments: Sequence[str]) -> int:
             several = options.nnodes * nproc > 1 or options.restarts
             if several and not options.check:
                 _warn_of_idle_nodes(options)
+                refuse_more_than_fit(nproc)
                 command = ["-m", "recipes", name, *given]
                 return with_restarts(lambda n: launch(command, n, options), nproc, options)
     except InputError as error:
@@ -125,6 +127,7 @@ def run(
             _refuse_wrong_number(name, options, ranks, needed)
         if alone:
             nproc = needed // options.nnodes if needed else options.processes(_device(arguments))
+            refuse_more_than_fit(nproc)
         if ranks.launcher == "slurm" and _launched(name) in ("ranks", "spawn"):
             _warn_of_idle_gpus(config, ranks)
         if alone and spawn and options.nnodes > 1:

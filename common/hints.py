@@ -4,8 +4,6 @@ import difflib
 import re
 from collections.abc import Collection
 
-from common.errors import NO_THREAD
-
 SHARED_MEMORY_HINT = "in a container give --shm-size=8g or --ipc=host"
 
 WATCHDOG = "Watchdog caught collective operation timeout"

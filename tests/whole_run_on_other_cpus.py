@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT
-from common.machine import describe_machine
+from common.manifest import describe_machine
 from common.writing import write_json
 from tests.helpers.machine import EMULATED_CPUS, free_port
 from tools.fresh import fresh_environment

@@ -27,7 +27,7 @@ from typing import Any
 from common import ROOT, cli
 from common.errors import InputError
 from common.launch.process import end_process, stop_at_once
-from common.machine import describe_machine
+from common.manifest import describe_machine
 from common.parse import given_path
 from common.writing import write_json
 from tools.command import Parser, attempt

@@ -58,7 +58,7 @@ from common.launch.capacity import refuse_more_than_fit
 from common.launch.process import run_rank
 from common.launch.ranks import Ranks, resolve
 from common.launch.start import LaunchOptions, launch
-from common.machine import describe_machine
+from common.manifest import describe_machine
 from common.masking import printable
 from common.output_folder import refuse_closed_to_writing
 from common.parse import given_path

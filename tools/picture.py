@@ -16,7 +16,7 @@ from typing import Any
 from common import ROOT
 from common.errors import TrainingError
 from common.figure import save_figure
-from common.machine import describe_machine
+from common.manifest import describe_machine
 from common.reading import read_metrics
 from common.writing import write_json
 from tools.command import attempt

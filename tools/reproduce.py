@@ -39,7 +39,7 @@ from common.git import git
 from common.identity import decisive, differences
 from common.launch.process import end_with_parent
 from common.launch.start import LaunchOptions
-from common.machine import describe_machine
+from common.manifest import describe_machine
 from common.output_folder import result_folder
 from common.parse import given_path
 from common.reading import read_metrics, refuse_closed

@@ -1,10 +1,27 @@
-"""What this container or job may use: memory, and CPU cores."""
+"""What this host, container or job has: memory, and CPU cores."""
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from common.errors import InputError
+
+RANK_BYTES = 224 * 2**20
+"""The least memory that a rank needs for itself, without the libraries that ranks share [bytes]."""
+
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+def refuse_more_than_fit(ranks: int) -> None:
+    """Raise InputError for more `ranks` than can start here, whatever else this machine does."""
+    kib = _meminfo()
+    free = kib.get("MemAvailable:", ranks * RANK_BYTES // 2**10) * 2**10
+    free = min([free, *_memory_of_cgroups()]) + kib.get("SwapFree:", 0) * 2**10
+    if ranks > (fit := max(1, free // RANK_BYTES)):
+        raise InputError(
+            f"{ranks} processes do not fit here: {free >> 20} MiB of memory are free, and each "
+            f"needs at least {RANK_BYTES >> 20} MiB: start {fit} or fewer"
+        )
 
 
 def memory_limit() -> int | None:

@@ -318,7 +318,10 @@ def _killed(seen: _Evidence) -> tuple[str, int] | None:
             what = f"{_here(rank)} was killed by {signal.Signals(-status).name}"
             said = hints.with_hint(what)
             if status == -signal.SIGKILL and (limit := memory_limit()):
-                said = f"{what}: perhaps out of memory: this job may use {limit >> 20} MiB"
+                said = (
+                    f"{what}: perhaps out of memory: this container or job may use "
+                    f"{limit >> 20} MiB: give it more, or start fewer ranks"
+                )
             # On a new line, because a progress bar may be on this one.
             return f"\nerror: {said}", STATUS_FAILED
     return None

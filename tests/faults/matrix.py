@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from common.machine import describe_machine
+from common.manifest import describe_machine
 from common.writing import write_json
 
 RESULT = Path(__file__).parent / "results" / "matrix.json"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT
-from common.machine import describe_machine
+from common.manifest import describe_machine
 from common.writing import write_json
 from tests.helpers.commands import clean_env, ranks_of, wait_for
 from tools.bench import put_between

@@ -43,7 +43,7 @@ from common.launch.port import listen
 from common.launch.process import run_rank
 from common.launch.ranks import Ranks
 from common.launch.start import Child, LaunchOptions, prepare_launch, supervise
-from common.machine import describe_machine
+from common.manifest import describe_machine
 from common.reading import read_metrics
 from common.restart import with_restarts
 from common.run.options import RunOptions

@@ -28,7 +28,7 @@ from common import ROOT
 from common.group.collectives import gather_numbers
 from common.group.stop import StopAgreement
 from common.launch.ranks import Ranks
-from common.machine import describe_machine
+from common.manifest import describe_machine
 from common.replicas import unlike_replicas
 from common.run.options import RunOptions
 from common.seeds import set_determinism

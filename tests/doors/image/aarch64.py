@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT
-from common.machine import describe_machine
+from common.manifest import describe_machine
 from common.writing import write_json
 from tests.helpers.engine import FOLDER, Engine, unpack
 

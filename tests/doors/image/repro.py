@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common.machine import describe_machine
+from common.manifest import describe_machine
 from common.writing import write_json
 from tests.helpers.commands import ROOT
 from tests.helpers.engine import Engine

@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from common.machine import describe_machine
+from common.manifest import describe_machine
 from common.terminal import progress_bar
 from common.writing import write_json
 from tests.helpers.cluster import NODES, Cluster, make_folder
