@@ -102,7 +102,7 @@ class BatchWait:
         """Whether a stop signal came to a rank that waits."""
         # A main thread that waits for a disk is not interrupted: the signal stays pending.
         pending = not signal.sigpending().isdisjoint(STOP_SIGNALS)
-        if pending or self._stop.requests.came is not None:
+        if pending or self._stop.came:
             self._store.set("batch_wait/asked", "1")
             return True
         return bool(self._store.check(["batch_wait/asked"]))

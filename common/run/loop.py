@@ -310,7 +310,7 @@ class Loop:
     def _advise_early(self, spent_s: Tensor, samples_per_s: float) -> None:
         """Once, in a run that still takes long: say what would make it faster."""
         left_s = self.steps_left * self.plan.global_batch_size / samples_per_s
-        if self._advised or left_s < LONG_S or steps_s(spent_s) < ENOUGH_S:
+        if self._advised or left_s < LONG_S or steps_s(spent_s).max() < ENOUGH_S:
             return
         self._advised, said, gpu = True, self._advice(spent_s), self.run.device
         if gpu.type == "cuda":

@@ -48,9 +48,7 @@ def advice(seconds: Tensor, workers: int | None = 0, cores: int = 1) -> list[str
             f"RECIPE=tune_loader` measures it{smaller}"
         )
         said.append(waited + ("" if workers is None else how))
-    if (
-        least := float(waits.min())
-    ) > _COMMUNICATION:  # a rank that waits for a slow one is not all
+    if (least := float(waits.min())) > _COMMUNICATION:  # not if a rank waits for a slow one only
         said.append(
             f"communication took at least {least:.0%} of the steps' time on every rank and was not "
             "hidden behind computing: larger batches per rank, or --gradient-compression bf16"

@@ -210,7 +210,7 @@ def test_a_stop_comes_soon_though_the_host_runs_ahead_of_the_gpu(
         for step in range(1, 1000):
             now_s += 0.001
             gpu_ends_s = max(gpu_ends_s, now_s) + 0.1
-            stop.requests.came = 15 if step == 5 else stop.requests.came
+            stop.came += [15] * (step == 5)
             if stop.after(step):
                 break
     finally:

@@ -182,7 +182,7 @@ def stopped_in(ranks: Ranks, own: int, asked_at: int, wrap: Wrap = list) -> tupl
         nonlocal done
         done += 1
         if ranks.rank == 1 and done == asked_at:
-            stop.requests.came = 15
+            stop.came.append(15)
         return {"loss": batch}
 
     own += ranks.rank == 0

@@ -73,12 +73,6 @@ def test_torchrun_and_torch_distributed_launch_with_use_env() -> None:
     assert (ranks.master_addr, ranks.master_port, ranks.agent_store) == ("n1", 29500, True)
 
 
-def test_torch_distributed_launch_without_use_env_passes_an_argument() -> None:
-    assert numbers(resolve(without(TORCHRUN, "LOCAL_RANK"), local_rank_argument=1)) == (5, 1, 8, 4)
-    with pytest.raises(InputError, match="contradicts"):
-        resolve(TORCHRUN, local_rank_argument=0)
-
-
 @pytest.fixture(autouse=True)
 def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a task's, wherever these tests are started."""
@@ -255,7 +249,6 @@ def test_pmi() -> None:
         ({**TORCHRUN, "RANK": "-1"}, "0..7"),
         ({**TORCHRUN, "LOCAL_RANK": "4"}, "0..3"),
         ({**TORCHRUN, "RANK": "five"}, "whole number"),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "16"}, "16 processes on this host"),
         (without(TORCHRUN, "LOCAL_RANK"), "LOCAL_RANK"),
         (without(TORCHRUN, "MASTER_PORT"), "MASTER_PORT"),
         (without(SLURM, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), "NODELIST"),

@@ -203,7 +203,7 @@ def test_only_what_stands_out_is_said() -> None:
     (line,) = advice(spent(data), workers=4, cores=6)
     assert "about --num-workers 8 would do (CPU cores per rank: 6)" in line, "4 / 0.55"
     assert "smaller images" in line, "8 processes on 6 cores bring less"
-    assert steps_s(spent(data)) == pytest.approx(100)
+    assert steps_s(spent(data)).max() == pytest.approx(100)
     slower_rank = ([0.0, 0, 100, 0, 0, 0, 0], [0.0, 0, 50, 50, 0, 0, 0])
     assert advice(spent(*slower_rank)) == [], "the line on slow ranks is for that"
     (line,) = advice(spent([0.0, 0, 60, 40, 0, 0, 0], [0.0, 0, 50, 50, 0, 0, 0]))
