@@ -205,11 +205,7 @@ class _Class:
 
 
 def _list_classes(
-    root: Path,
-    folders: list[Path],
-    names: list[str],
-    *,
-    show_progress: bool,
+    root: Path, folders: list[Path], names: list[str], *, show_progress: bool
 ) -> tuple[Listing, str]:
     places = [folder / name for folder in folders for name in names]
     digest, times = hashlib.sha256(b"["), hashlib.sha256(os.fsencode(root.resolve()))

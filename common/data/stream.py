@@ -121,13 +121,7 @@ class GlobalBatches:
         share: number of this rank's share.
     """
 
-    def __init__(
-        self,
-        samples: int,
-        sizes: Sequence[int],
-        seed: int,
-        share: int,
-    ) -> None:
+    def __init__(self, samples: int, sizes: Sequence[int], seed: int, share: int) -> None:
         self.samples, self.global_batch_size, self.seed = samples, sum(sizes), seed
         self.batch_size_per_rank = sizes[share]
         self._begin = sum(sizes[:share])

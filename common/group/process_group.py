@@ -23,12 +23,7 @@ from common.watch import record
 
 @contextmanager
 def process_group(
-    ranks: Ranks,
-    device: torch.device,
-    backend: str,
-    timeout_s: float,
-    *,
-    one_device: bool = True,
+    ranks: Ranks, device: torch.device, backend: str, timeout_s: float, *, one_device: bool = True
 ) -> Iterator[None]:
     """Join the run's process group, and destroy it at a clean end.
 

@@ -67,14 +67,7 @@ class Loop:
     after the first step, before each snapshot and at the end.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        plan: Plan,
-        data: Data,
-        *,
-        mesh: DeviceMesh | None = None,
-    ) -> None:
+    def __init__(self, run: Run, plan: Plan, data: Data, *, mesh: DeviceMesh | None = None) -> None:
         self.run, self.plan, self.data, self.last_step = run, plan, data, plan.last_step
         run.resolve(lr=float(plan.options.lr))  # a snapshot holds plain numbers
         if data.resize:

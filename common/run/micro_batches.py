@@ -20,12 +20,7 @@ class MicroBatches:
     With the default options, DDP on several ranks is left as it is.
     """
 
-    def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        options: ParallelOptions,
-        loop: Loop,
-    ) -> None:
+    def __init__(self, ddp: DistributedDataParallel, options: ParallelOptions, loop: Loop) -> None:
         """Change how `ddp`, before its first forward pass, sums up gradients. Calls collectives."""
         self.ddp, self.options, self.loop = ddp, options, loop
         self._is_warm, self._looked, self._option = False, False, ""

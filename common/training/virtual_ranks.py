@@ -40,11 +40,7 @@ from common.seeds import seed_torch
 from common.training.ddp import chunks
 
 
-def use_virtual_ranks(
-    ddp: DistributedDataParallel,
-    virtual_ranks: int,
-    timeout_s: float,
-) -> None:
+def use_virtual_ranks(ddp: DistributedDataParallel, virtual_ranks: int, timeout_s: float) -> None:
     """Make `ddp` compute shards and add them along the tree. Call `seed_shards` before each step.
 
     The output is still that of this rank's slice; the loss is the sum over its samples, divided by
