@@ -43,7 +43,6 @@ Where to change what. Each room and file imports only from those below it; a tes
       state             what a snapshot holds; how it is loaded, also on more or fewer ranks
       snapshot_files    writing, finding, checking and deleting snapshots; their format
       shards            tensors that are divided between ranks
-      tensor_files      files of tensors and numbers only, named by their checksum
     weights             hash and saving of a state_dict
     manifest            what a run records of its ranks, seed and determinism
     identity            options that decide a run's numbers; --resume of another run is refused

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only, tree_map_with_path
 
 from common.errors import InputError, TrainingError
-from common.snapshots.tensor_files import load_data_only
+from common.snapshots.snapshot_files import load_data_only
 
 Part = tuple[Tensor, list[int]]
 """A part of a tensor, and where it begins in each dimension."""

@@ -6,11 +6,14 @@ written last, and names the file of each rank, `step_00000120.rank_00003.<checks
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import torch
 import torch.distributed as dist
 
 from common import log
@@ -19,7 +22,7 @@ from common.group.collectives import agreed, broadcast, gather
 from common.identity import Options, refuse_another_run, refuse_unlike_rank_0
 from common.owner import refuse_lost
 from common.reading import refuse_closed
-from common.snapshots.tensor_files import checksum, load_data_only, save_checked
+from common.writing import RESUME, publish, writing
 
 FORMAT = 6
 
@@ -32,10 +35,49 @@ class UnsoundError(InputError):
 
 
 def write(folder: Path, step: int, content: dict[str, Any], rank: int | None = None) -> Path:
-    """Write a snapshot, or the shard of a rank, by `save_checked`."""
-    if rank is None:
-        return save_checked(folder, f"step_{step:08d}", "pt", content)
-    return save_checked(folder, f"step_{step:08d}.rank_{rank:05d}", "shard", content)
+    """Write a snapshot, or the shard of a rank, and flush it to the disk.
+
+    Raises:
+        TrainingError: the file cannot be written; the files in the folder are unchanged.
+    """
+    name, suffix = f"step_{step:08d}", "pt"
+    if rank is not None:
+        name, suffix = f"{name}.rank_{rank:05d}", "shard"
+    with writing(folder, f"a snapshot into {folder}", RESUME):
+        return publish(
+            folder,
+            f"{name}.{os.getpid()}.tmp",
+            partial(torch.save, content),
+            lambda file: f"{name}.{_checksum(file)}.{suffix}",
+        )
+
+
+def _checksum(file: IO[bytes]) -> str:
+    """The first 16 hex digits of a file's SHA-256."""
+    file.seek(0)
+    return hashlib.file_digest(file, "sha256").hexdigest()[:16]  # type: ignore[arg-type]
+
+
+def load_data_only(path: Path, *, mmap: bool = False) -> dict[str, Any]:
+    """What `write` wrote, on the CPU. With `mmap`, a tensor is read when it is used.
+
+    Raises:
+        InputError: the file holds anything else, which could run code.
+    """
+    try:
+        content: dict[str, Any] = torch.load(path, "cpu", weights_only=True, mmap=mmap)
+    except Exception as error:  # torch.load raises whatever the unpickler raises
+        raise InputError(
+            f"snapshot {path} holds more than tensors and numbers, and is not loaded: "
+            "it could run code"
+        ) from error
+    return content
+
+
+def checksum(path: Path) -> str:
+    """The checksum that a file's name should have."""
+    with path.open("rb") as file:
+        return _checksum(file)
 
 
 def list_snapshots(folder: Path) -> list[Path]:
