@@ -31,20 +31,31 @@ class BestEpoch:
         # In a run that resumes, the file may be of an epoch that is done again.
         self._is_written = "weights" not in (state.best or {})
 
-    def improves(self, metrics: Mapping[str, float]) -> str | None:
+    def improves(self, found: Mapping[str, float]) -> str | None:
         """The metric by which this epoch is the best one so far; None if it is not.
 
+        That is --best-by; None: val_accuracy, else val_loss, else none.
+
         Raises:
-            TrainingError: `--best-by` is none of `metrics`, or `--patience` needs one of them.
+            TrainingError: `--best-by` is none of `found`, or `--patience` needs one of them.
         """
-        options = self._run.options
-        by = best_metric(options.best_by, metrics, self._state.best)
-        if options.patience and not by and not self._state.best:
+        options, best, known = self._run.options, self._state.best or {}, ", ".join(found)
+        usual = next((name for name in ("val_accuracy", "val_loss") if name in found), "none")
+        by = options.best_by or usual
+        if by == "none":
+            if options.patience and not best:
+                raise TrainingError(
+                    "--patience needs a metric that chooses the best epoch: give --best-by one of "
+                    f"{known}, and the same --output-dir"
+                )
+            return None
+        if by not in found:
             raise TrainingError(
-                "--patience needs a metric that chooses the best epoch: give --best-by one of "
-                f"{', '.join(metrics)}, and the same --output-dir"
+                f"--best-by {by} is no metric of this run: give {known}, or none, and the same "
+                "--output-dir"
             )
-        return by
+        better = by not in best or sign(by) * found[by] > sign(by) * best[by]
+        return by if better else None
 
     def keep(self, epoch: int, metric: str, value: float, weights: Mapping[str, Tensor]) -> None:
         """Copy the weights of this epoch, counted from 1: it is the best one. On rank 0."""
@@ -81,32 +92,6 @@ class BestEpoch:
         if weights := (self._state.best or {}).get("weights"):
             found["weights_sha256"] = weights_sha256(weights)
         return {"best": found} if found else {}
-
-
-def best_metric(
-    by: str | None, found: Mapping[str, float], best: Mapping[str, Any] | None
-) -> str | None:
-    """The metric by which an epoch is the best so far; None if it is not.
-
-    Args:
-        by: a name in `found`; "none" for no best epoch. None: val_accuracy, else val_loss, else
-            none.
-        found: metrics of the epoch. Of losses and errors the lowest is the best, else the highest.
-        best: holds the same metric of the best epoch before.
-    """
-    usual = [name for name in ("val_accuracy", "val_loss") if name in found]
-    by = by or (usual[0] if usual else "none")
-    if by == "none":
-        return None
-    if by not in found:
-        known = ", ".join(found)
-        raise TrainingError(
-            f"--best-by {by} is no metric of this run: give {known}, or none, and the same "
-            "--output-dir"
-        )
-    if not best or by not in best:
-        return by
-    return by if sign(by) * found[by] > sign(by) * best[by] else None
 
 
 def sign(metric: str) -> int:
