@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -368,17 +368,6 @@ def _records(data: Data, options: Options) -> dict[str, Any]:
     found = {
         "class_indices.json": dict(enumerate(data.class_names)),
         "preprocessing.json": seen if data.resize else None,
-        "held_out.json": _held_out(data.held_out),
+        "held_out.json": list(data.held_out),
     }
     return {name: content for name, content in found.items() if content}
-
-
-def _held_out(names: Sequence[str]) -> list[str] | dict[str, Any]:
-    """The names; of more than 100,000 only their number and a hash."""
-    if len(names) <= 100_000:
-        return list(names)
-    digest = hashlib.sha256()
-    for name in names:
-        digest.update(f"{name}\n".encode("utf-8", "surrogateescape"))
-    how = "SHA-256 over the names of these files, each followed by a line feed"
-    return {"count": len(names), "sha256": digest.hexdigest(), "how": how}
