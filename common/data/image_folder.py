@@ -66,13 +66,33 @@ class Listing(Header):
     def split(self, seed: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Indices to train and to validate on: as the folder splits them, or else by `seed`.
 
+        By seed: 80/20 within each class; a class of fewer than five images trains with all.
+
         Raises:
-            InputError: there are too few images to validate on.
+            InputError: none could be kept to validate on.
         """
         if self.train_count:
             train, val = np.split(np.arange(len(self.labels)), [self.train_count])
             return train, val
-        return split_by_class(self.class_names, self.labels, seed)
+        counts = np.bincount(self.labels, minlength=len(self.class_names))
+        members = np.split(np.argsort(self.labels, kind="stable"), np.cumsum(counts)[:-1])
+        trained, held_out = [], []
+        for label, own in enumerate(members):
+            order = np.random.Generator(np.random.PCG64(mix(seed, label))).permutation(own)
+            cut = len(order) // 5
+            held_out.append(np.sort(order[:cut]))
+            trained.append(np.sort(order[cut:]))
+        if counts.max() < 5:
+            raise InputError(
+                "every class has fewer than five images, so none can be kept for validation: "
+                "add images, or give train/ and val/ folders"
+            )
+        pairs = zip(self.class_names, counts, strict=True)
+        if few := [name for name, count in pairs if count < 5]:
+            found = f"{len(few)} classes have fewer than five images, so none to validate on"
+            log.warning(f"{found}: {listed(few[:10])}")
+        small = np.int32 if len(self.labels) < 2**31 else np.int64
+        return np.concatenate(trained, dtype=small), np.concatenate(held_out, dtype=small)
 
 
 class Files(Sequence[tuple[Path, int]]):
@@ -330,34 +350,6 @@ def left_out(files: Sequence[Path]) -> str:
     kinds = ("link to a folder" if p.is_dir() else p.suffix.lower() or "no ending" for p in files)
     endings = ", ".join(f"{kind} {count}" for kind, count in Counter(kinds).most_common(8))
     return printable(f"files left out, not images by their names: {len(files)} ({endings})")
-
-
-def split_by_class(
-    names: list[str], labels: NDArray[np.int32], seed: int
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    """80/20 within each class, by seed; a class of fewer than five images trains with all.
-
-    Raises:
-        InputError: none could be kept to validate on.
-    """
-    counts = np.bincount(labels, minlength=len(names))
-    members = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
-    train, val = [], []
-    for label, own in enumerate(members):
-        order = np.random.Generator(np.random.PCG64(mix(seed, label))).permutation(own)
-        cut = len(order) // 5
-        val.append(np.sort(order[:cut]))
-        train.append(np.sort(order[cut:]))
-    if counts.max() < 5:
-        raise InputError(
-            "every class has fewer than five images, so none can be kept for validation: "
-            "add images, or give train/ and val/ folders"
-        )
-    if few := [name for name, count in zip(names, counts, strict=True) if count < 5]:
-        found = f"{len(few)} classes have fewer than five images, so none to validate on"
-        log.warning(f"{found}: {listed(few[:10])}")
-    small = np.int32 if len(labels) < 2**31 else np.int64
-    return np.concatenate(train, dtype=small), np.concatenate(val, dtype=small)
 
 
 def list_once_per_host(root: Path, ranks: Ranks) -> tuple[Listing, str]:
