@@ -17,7 +17,6 @@ Where to change what. Each room and file imports only from those below it; a tes
       folder            what a run writes: config, manifest, metrics.jsonl, summary, model.pt
       claim             which folder a run may write into; the names of its files
       curves            TensorBoard
-      history           the time of a run over all its starts: goodput
     training/           what is trained
       models            models by name, weights to begin with, freezing
       optimizer         options of length, batch size and rate; optimizer, --clip-grad-norm

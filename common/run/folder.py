@@ -30,7 +30,6 @@ from common.reading import bytes_in, read_json
 from common.run.check import folder_of_check
 from common.run.claim import claim, refuse_in_data, refuse_unwritable
 from common.run.curves import Curves
-from common.run.history import History, last_sign
 from common.run.options import MAY_DIFFER_BY_HOST, RunOptions, flatten
 from common.seeds import choose_precision, mixed_precision
 from common.snapshots.snapshot_files import keep_newest, list_snapshots
@@ -100,7 +99,6 @@ class Run:
                 self._here = own(self.folder, self._lock)
                 logs = self._here / "logs"
                 logs.mkdir(exist_ok=True)
-                self.history = History(last_sign(self._here))
                 own_log = logs / f"rank_{ranks.rank}.log"
                 if made and not own_log.exists():
                     made = [self.logs / own_log.name, self.logs, *made]

@@ -7,6 +7,7 @@ resume depends, is here in one place.
 import math
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -51,7 +52,7 @@ from common.trace import StepTrace
 from common.training.evaluation import Evaluation, explosion
 from common.training.losses import refuse_other_losses, warn_of_graph
 from common.watch.advice import ENOUGH_S, LONG_S, advice, advice_for_gpu, steps_s
-from common.watch.clock import KINDS, by_kind, shares
+from common.watch.clock import KINDS, shares
 from common.watch.stragglers import ComputeTime
 from common.weights import hold, save_weights, unwrapped
 
@@ -119,8 +120,7 @@ class Loop:
             per_epoch = self.plan.steps_per_epoch
             state.resume(found, seed, steps_per_epoch=per_epoch, last_step=self.last_step)
             log.info(f"resuming after step {state.step}")
-            if state.history:
-                run.history.go_on(state.history)
+        self._history = state.history or {"first": time.time(), "steps_s": 0.0}
         self._resumed_from = state.step if found else None
         self._begun_with = fingerprints(parts["model"].state_dict())
         run.resolve(resume=found["file"] if found else "never")
@@ -330,7 +330,7 @@ class Loop:
             self._compare_replicas()
         self._speed.pause()
         self.state.metrics_bytes, self.state.metrics_sha256 = self.run.metrics_so_far()
-        self.state.history = self.run.history.until_now(by_kind(self.clock.seconds()))
+        self.state.history = {**self._history, "steps_s": self._steps_s(self.clock.seconds())}
         keep = self.run.options.snapshots_on_the_way
         with self._best_is_written():
             self.state.save(self.run.snapshots, self._identity, keep)
@@ -489,6 +489,7 @@ class Loop:
         result, spent_s = self._result, gather_numbers(self.clock.seconds())
         for line in self._advice(spent_s):
             log.info(line)
+        steps_s = self._steps_s(spent_s[0])
         summary: dict[str, Any] = {
             "epochs": epochs,
             "steps": self.state.step,
@@ -499,7 +500,7 @@ class Loop:
             "peak_memory_bytes": peak_memory_bytes(self.run.devices),
             "start_s": self.run.start_s,
             "time_s": dict(zip(KINDS, spent_s.T.round(decimals=3).tolist(), strict=True)),
-            **self.run.history.summary(by_kind(spent_s[0])),
+            "goodput": round(steps_s / max(time.time() - self._history["first"], steps_s), 4),
             "resumed_from": self._resumed_from,
         }
         summary |= self._best.summary()
@@ -510,6 +511,10 @@ class Loop:
         self._stop.release()  # only now: a signal shortly before the end lets the run finish
         if signal.getsignal(signal.SIGINT) == self._interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _steps_s(self, spent_s: Tensor) -> float:
+        """Time of rank 0's steps that count, over all starts that left a snapshot [s]."""
+        return float(self._history["steps_s"] + steps_s(spent_s[None]))
 
     def _interrupt(self, _number: int, _frame: object) -> NoReturn:
         """Ctrl-C: name the newest snapshot on the disk, and end. One being written is completed."""

@@ -76,7 +76,7 @@ class TrainingState:
     samples: Mapping[str, str] = field(default_factory=dict)
     """Hashes of a few samples (`common.data.same_samples`)."""
     history: dict[str, Any] = field(default_factory=dict)
-    """The time that the run has taken (`common.run.history`)."""
+    """When the run first began [s, Unix], and the time of its steps until now [s]."""
     saved_step: int = -1
     """Step of the newest snapshot, which is not written twice."""
     # On Linux nice() holds for one thread: training comes first if cores are few.

@@ -115,11 +115,6 @@ def _now(device: torch.device) -> Any:
     return event
 
 
-def by_kind(seconds: Tensor) -> dict[str, float]:
-    """One rank's `Clock.seconds` by their kinds."""
-    return dict(zip(KINDS, seconds.tolist(), strict=True))
-
-
 def shares(seconds: Tensor) -> dict[str, list[float]]:
     """Each kind's share of each rank's time, from `Clock.seconds` of all ranks (ranks, KINDS).
 
