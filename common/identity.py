@@ -1,6 +1,5 @@
 """Which options decide a run's numbers, and whether two runs have the same ones."""
 
-import re
 from dataclasses import fields
 from typing import Any, get_type_hints
 
@@ -32,29 +31,7 @@ def decisive(options: Options, config: Any) -> Options:
 def differences(theirs: Options, ours: Options) -> dict[str, tuple[Any, Any]]:
     """Each name whose values differ, with both values; None stands for a missing one."""
     pairs = {name: (theirs.get(name), ours.get(name)) for name in {**theirs, **ours}}
-    found = {name: (there, here) for name, (there, here) in pairs.items() if there != here}
-    if "data_fingerprint" in found and same_data(*found["data_fingerprint"]):
-        del found["data_fingerprint"]
-    return found
-
-
-def same_data(one: Any, two: Any, *, contents: bool = True) -> bool:
-    """Whether two fingerprints are of the same data, as far as both say.
-
-    An older run's fingerprint of photos is of their paths and sizes only.
-
-    Args:
-        one: a fingerprint.
-        two: another one.
-        contents: compare what both say of the photos' bytes, too.
-    """
-    (one, here), (two, there) = _parts(one), _parts(two)
-    return bool(one == two and (not contents or here == there or not here or not there))
-
-
-def _parts(fingerprint: Any) -> tuple[str, str]:
-    photos = re.fullmatch(rf"([0-9a-f]{{64}}){CONTENTS}([0-9a-f]{{64}})", str(fingerprint))
-    return (photos[1], photos[2]) if photos else (str(fingerprint), "")
+    return {name: (there, here) for name, (there, here) in pairs.items() if there != here}
 
 
 def refuse_another_run(theirs: Options, ours: Options, what: str, more: str = "") -> None:
