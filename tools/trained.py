@@ -13,7 +13,7 @@ from torchvision.transforms.v2 import functional
 
 from common.data.datasets import Data
 from common.errors import InputError
-from common.identity import same_data
+from common.identity import CONTENTS
 from common.parse import given_path
 from common.reading import refuse_closed
 from common.run.folder import preprocessing_sha256
@@ -69,9 +69,13 @@ class Trained:
         return self.folder / "best.pt" if given.best else weights
 
     def trained_on(self, data: Data, *, contents: bool = True) -> bool:
-        """Whether these are the run's data, by their fingerprint; see `same_data`."""
-        recorded = self.manifest["data_fingerprint"]
-        return same_data(recorded, data.fingerprint, contents=contents)
+        """Whether these are the run's data, by their fingerprint.
+
+        contents: compare the photos' bytes, too, not only their names and sizes.
+        """
+        both = (str(self.manifest["data_fingerprint"]), data.fingerprint)
+        recorded, found = (each if contents else each.split(CONTENTS)[0] for each in both)
+        return recorded == found
 
     def prepared(self, image: Tensor) -> Tensor:
         """The bytes (channels, side, side) that the model sees of an RGB image (3, ...)."""

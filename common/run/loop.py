@@ -500,7 +500,7 @@ class Loop:
             "peak_memory_bytes": peak_memory_bytes(self.run.devices),
             "start_s": self.run.start_s,
             "time_s": dict(zip(KINDS, spent_s.T.round(decimals=3).tolist(), strict=True)),
-            "goodput": round(steps_s / max(time.time() - self._history["first"], steps_s), 4),
+            "goodput": round(steps_s / self._since_first_s(steps_s), 4),
             "resumed_from": self._resumed_from,
         }
         summary |= self._best.summary()
@@ -515,6 +515,10 @@ class Loop:
     def _steps_s(self, spent_s: Tensor) -> float:
         """Time of rank 0's steps that count, over all starts that left a snapshot [s]."""
         return float(self._history["steps_s"] + steps_s(spent_s[None]))
+
+    def _since_first_s(self, at_least_s: float) -> float:
+        """Time since the first start that left a snapshot [s], though a clock may be set back."""
+        return max(time.time() - float(self._history["first"]), at_least_s, 1e-9)
 
     def _interrupt(self, _number: int, _frame: object) -> NoReturn:
         """Ctrl-C: name the newest snapshot on the disk, and end. One being written is completed."""

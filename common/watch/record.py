@@ -218,7 +218,8 @@ def _collectives() -> list[Record]:
     ]
 
 
-def _dump(backend: str) -> bytes:
+def _dump(backend: str) -> Any:
+    """Pickled."""
     if backend == "nccl" and hasattr(c10d, "_dump_nccl_trace"):
         return c10d._dump_nccl_trace()
     try:

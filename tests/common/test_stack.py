@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import git, machine, stack
+from common import git, manifest, stack
 from common.data import workers
 from common.data.stream import Samples
 from common.errors import InputError
@@ -113,7 +113,7 @@ def test_an_image_knows_whether_its_code_is_the_commits(
 
     def recorded(built_from: str) -> list[str | bool | None]:
         monkeypatch.setenv("RECIPES_COMMIT", built_from)
-        found = machine.describe_machine()
+        found = manifest.describe_machine()
         return [found["git_commit"], found["git_dirty"], *found["changed_files"]]
 
     assert recorded("1234") == ["1234", False]
@@ -127,7 +127,7 @@ def test_an_image_knows_whether_its_code_is_the_commits(
     (copy / "recipes" / "new.py").touch()
     assert recorded("1234") == ["1234", True, "recipes/new.py"]
     code.unlink()
-    assert machine.describe_machine()["changed_files"]["common/errors.py"] == "gone"
+    assert manifest.describe_machine()["changed_files"]["common/errors.py"] == "gone"
 
 
 def test_image_run_takes_what_the_caller_has(recipe: Recipe) -> None:

@@ -29,8 +29,8 @@ from common.launch.ranks import Ranks
 from common.run.options import flatten
 from common.snapshots import snapshot_files
 from common.snapshots.shards import copy_common, take_apart
+from common.snapshots.snapshot_files import load_data_only
 from common.snapshots.state import TrainingState
-from common.snapshots.tensor_files import load_data_only
 from common.weights import weights_sha256
 from recipes.fsdp import memory, parallel, text
 from recipes.fsdp.model import Transformer, TransformerOptions

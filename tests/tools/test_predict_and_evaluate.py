@@ -421,7 +421,6 @@ def test_an_altered_preprocessing_is_named(pool: Pool, photo_run: Path, tmp_path
 def test_images_of_the_same_names_and_sizes_are_not_the_runs_own(
     pool: Pool, tmp_path: Path
 ) -> None:
-    """An older run, whose manifest says nothing of the images' bytes, is still evaluated."""
     root, run = flowers(tmp_path / "data", per_class=6), tmp_path / "run"
     for jpeg in [*root.rglob("*.jpg")]:
         Image.open(jpeg).save(jpeg.with_suffix(".bmp"))
@@ -430,7 +429,7 @@ def test_images_of_the_same_names_and_sizes_are_not_the_runs_own(
     pool.run(train, 1, "ddp_launch", words.split())
     assert evaluated(pool, 1, run)[0] == 0
     manifest = json.loads((run / "manifest.json").read_text())
-    paths_and_sizes, contents = manifest["data_fingerprint"].split(", contents ")
+    _, contents = manifest["data_fingerprint"].split(", contents ")
     last = root / "tulip" / "tulip 5.bmp"
     last.write_bytes((root / "daisy" / "daisy 0.bmp").read_bytes())
     status, printed, said = evaluated(pool, 1, run)
@@ -442,9 +441,6 @@ def test_images_of_the_same_names_and_sizes_are_not_the_runs_own(
     with pytest.raises(InputError, match=r"of another run .*contents"):
         pool.run(train, 1, "ddp_launch", f"{words} --max-steps 4".split())
     shutil.copy(root / "tulip" / "tulip 4.bmp", last)
-    assert evaluated(pool, 1, run)[0] == 0
-    older = {**manifest, "data_fingerprint": paths_and_sizes}
-    (run / "manifest.json").write_text(json.dumps(older))
     assert evaluated(pool, 1, run)[0] == 0
     (run / "manifest.json").write_text(json.dumps({**manifest, "data_fingerprint": contents}))
     assert evaluated(pool, 1, run)[0] == 2

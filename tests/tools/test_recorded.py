@@ -233,8 +233,3 @@ def test_data_whose_bytes_an_older_start_did_not_record_are_not_called_others() 
     older = "0" * 64
     now = {"cpu": "B", "data_fingerprint": f"{older}, contents {older}"}
     assert continued(now, {"cpu": "B", "data_fingerprint": older}, 7) == now
-
-
-def test_an_earlier_start_that_is_no_list_does_not_stop_a_resumed_run() -> None:
-    found = continued({"cpu": "B"}, {"cpu": "A", "before": "x"}, 7)
-    assert found == {"cpu": "B", "before": [{"until_step": 7, "cpu": "A"}]}

@@ -87,10 +87,8 @@ def test_generators_that_a_sample_uses_are_saved_as_they_were() -> None:
 class Watched(BatchWait):
     """Of one rank of two, without its thread; the test looks."""
 
-    def __init__(self, store: dist.Store, rank: int, came: int | None, left: list[int]) -> None:
-        stop: Any = SimpleNamespace(
-            devices=[], requests=SimpleNamespace(came=came), leave=lambda: left.append(rank)
-        )
+    def __init__(self, store: dist.Store, rank: int, came: list[int], left: list[int]) -> None:
+        stop: Any = SimpleNamespace(devices=[], came=came, leave=lambda: left.append(rank))
         ranks = Ranks(rank=rank, world_size=2)
         with (
             mock.patch.object(dist.distributed_c10d, "_get_default_store", return_value=store),
@@ -101,7 +99,7 @@ class Watched(BatchWait):
 
 def test_no_rank_goes_on_that_another_one_takes_for_waiting() -> None:
     store, left = dist.HashStore(), list[int]()
-    first, second = Watched(store, 0, signal.SIGTERM, left), Watched(store, 1, None, left)
+    first, second = Watched(store, 0, [signal.SIGTERM], left), Watched(store, 1, [], left)
     first._look(2.0)
     first.go_on()  # its batch has come
     second._look(2.0)
@@ -117,7 +115,7 @@ def test_no_rank_goes_on_that_another_one_takes_for_waiting() -> None:
 def test_a_wait_for_a_batch_has_the_time_out_of_a_collective(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rank = Watched(dist.HashStore(), 1, None, [])
+    rank = Watched(dist.HashStore(), 1, [], [])
     rank._look(600.0)
     ended = mock.patch("os._exit", side_effect=SystemExit)
     with ended as status, pytest.raises(SystemExit):
@@ -131,6 +129,6 @@ def test_a_wait_for_a_batch_has_the_time_out_of_a_collective(
 def test_nobody_leaves_without_a_signal(tmp_path: Path) -> None:
     left = list[int]()
     for rank in (0, 1):
-        Watched(dist.FileStore(str(tmp_path / "store"), 2), rank, None, left)._look(2.0)
+        Watched(dist.FileStore(str(tmp_path / "store"), 2), rank, [], left)._look(2.0)
     assert not left
     batch_wait.end()

@@ -70,7 +70,6 @@ def train_without_waiting(ranks: Ranks, folder: Path, waits: str) -> None:
     options: dict[str, Any] = {"optimizer": {"epochs": 1}, "model": {"norm": "batch"}}
     with (
         refused,
-        patch.object(evaluation, "_refuse_other_labels"),  # looks at labels on a CPU only
         patch.object(loops.Loop, "after_step", looked_at),
         patch.object(ddp_launch, "evaluate", evaluate),
     ):

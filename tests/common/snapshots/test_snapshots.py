@@ -15,7 +15,6 @@ from torch import nn
 
 from common import log
 from common.errors import InputError, PeerError, TrainingError
-from common.identity import same_data
 from common.launch.ranks import Ranks
 from common.snapshots import snapshot_files
 from common.snapshots import state as snapshot
@@ -108,21 +107,6 @@ def test_every_rank_must_train_on_the_same_data(pool: Pool, tmp_path: Path) -> N
 
 def find_by_rank(ranks: Ranks, folder: Path) -> None:
     snapshot_files.find("auto", folder, {"data_fingerprint": f"of host {ranks.rank}"})
-
-
-def test_a_snapshot_of_before_images_were_read_is_resumed(tmp_path: Path) -> None:
-    """It knows only their paths and sizes, which must be the same."""
-    older = "a" * 64
-    newer = f"{older}, contents {older}"
-    snapshot_files.write(tmp_path, 1, content(1, identity={**IDENTITY, "data_fingerprint": older}))
-    assert found(tmp_path, data_fingerprint=newer)["step"] == 1
-    with pytest.raises(InputError, match="of another run"):
-        found(tmp_path, data_fingerprint=newer.replace("a,", "b,"))
-    snapshot_files.write(tmp_path, 2, content(2, identity={**IDENTITY, "data_fingerprint": newer}))
-    assert found(tmp_path, data_fingerprint=newer)["step"] == 2
-    with pytest.raises(InputError, match="of another run"):
-        found(tmp_path, data_fingerprint=f"{newer[:-1]}b")
-    assert not same_data("mine, contents 1", "mine")
 
 
 def test_never_does_not_write_over(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """Options that mean nothing are refused; a loss that explodes and the best epoch are named."""
 
 import math
+from unittest.mock import Mock
 
 import pytest
 
-from common.run.best import best_metric
+from common.run.best import BestEpoch
+from common.run.options import RunOptions
 from common.training.evaluation import explosion
 from common.training.optimizer import OptimizerOptions
 
@@ -47,11 +49,15 @@ def test_an_explosion_is_named_without_a_validation_loss() -> None:
 
 
 def test_the_lowest_error_is_the_best() -> None:
+    def improves(by: str | None, found: dict[str, float], before: dict[str, float]) -> str | None:
+        state, run = Mock(best=before or None), Mock(options=RunOptions(best_by=by))
+        return BestEpoch(run, state).improves(found)
+
     for name, better, worse in (("val_error_px", 0.6, 1.2), ("val_loss", 1, 2), ("val_f1", 2, 1)):
-        assert best_metric(name, {name: better}, {name: worse}) == name
-        assert best_metric(name, {name: worse}, {name: better}) is None
-    assert best_metric(None, {"val_loss": 1.0, "val_error": 1.0}, None) == "val_loss"
-    assert best_metric(None, {"val_error": 1.0}, None) is None, "nobody asked for a best epoch"
+        assert improves(name, {name: better}, {name: worse}) == name
+        assert improves(name, {name: worse}, {name: better}) is None
+    assert improves(None, {"val_loss": 1.0, "val_error": 1.0}, {}) == "val_loss"
+    assert improves(None, {"val_error": 1.0}, {}) is None, "nobody asked for a best epoch"
 
 
 @pytest.mark.parametrize(
