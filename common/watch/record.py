@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from sysconfig import get_path
+from typing import Any
 
 import torch
 import torch.distributed as dist
