@@ -14,7 +14,7 @@
 #:                         cluster, started here), image (a real container engine), by_hand (too long for CI),
 #:                         faults (each in every recipe; renews their JSON), soak (runs killed at random)
 #: ROUNDS=N                rounds of SUITE=soak (test; default 50)
-#: WHAT="step peers"       what to measure (bench): step, input, snapshots, network, learning, peers
+#: WHAT="step peers"       what to measure (bench): step, input, snapshots, network, learning, peers, host
 #: STACK=cu130             versions of CUDA and torch, from docker/stacks.json (default cu132)
 #: TARGET=development      an image with the tests and a C compiler (image, image-run)
 #: IMAGE=NAME              name of the image (image, image-run)
@@ -167,7 +167,7 @@ gpu-check: $(INSTALLED) ## Check what needs a GPU (minutes): ARGS="--only use"; 
 
 ## Measure
 
-bench: $(if $(filter peers,$(WHAT)),$(INSTALLED_PEERS),$(INSTALLED_DEV)) ## Measure speed, a recipe (RECIPE=NAME), or ddp_launch beside other libraries (WHAT=peers)
+bench: $(if $(filter peers host,$(WHAT)),$(INSTALLED_PEERS),$(INSTALLED_DEV)) ## Measure speed, a recipe (RECIPE=NAME), or ddp_launch beside other libraries (WHAT=peers)
 	@$(PYTHON) -m tools.bench $(RECIPE) $(WHAT) $(ARGS)
 
 ## Images and clusters

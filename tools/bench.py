@@ -75,6 +75,7 @@ SUBJECTS = {
         for name in (*PARTS, *ON_DEMAND)
     },
     "peers": Subject(ROOT / "benchmarks" / "peers", "benchmarks.peers.compare", "peers", "results"),
+    "host": Subject(ROOT / "benchmarks" / "peers", "benchmarks.peers.host", "host", "host"),
     **{
         path.parent.name: Subject(
             path.parent,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers.measure import from_stamps, instrumented, read_stamps, snapshot_step
-from benchmarks.peers.task import STEPS_PER_EPOCH, Task
+from benchmarks.peers.task import GLOBAL_BATCH_SIZE, LINEAR, STEPS_PER_EPOCH, Task
 from common.errors import InputError, TrainingError
 from common.figure import save_figure
 from common.launch.process import end_with_parent
@@ -50,6 +50,7 @@ def command_of(name: str, task: Task) -> list[str]:
             "--output-dir",
             str(task.folder),
             *(["--no-portable"] if name == BEST else []),
+            *(["--global-batch-size", str(GLOBAL_BATCH_SIZE)] if LINEAR else []),
         ]
     torchrun = (
         ["torch.distributed.run", "--standalone", "--nproc-per-node", str(task.processes), "-m"]
