@@ -1,5 +1,6 @@
 """Figures. Where none can be drawn there is a warning: no run fails because of a figure."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +16,9 @@ def save_figure(path: Path, plot: Callable[..., None], panels: int = 1) -> None:
         plot: draws; called with one matplotlib Axes per panel.
         panels: side by side.
     """
+    os.environ["MPLBACKEND"] = "agg"  # a notebook's own may need a package that is not here
     try:
-        from matplotlib.figure import Figure  # needs no backend, which a notebook may have chosen
+        from matplotlib.figure import Figure
     except ImportError:
         log.warning(f"{path.name} is not drawn: matplotlib is not installed")
         return

@@ -18,7 +18,6 @@ from PIL import Image
 
 from common.errors import InputError
 from common.launch.ranks import Ranks
-from common.manifest import continued
 from common.parse import parse
 from common.run.begin import announce
 from common.run.folder import Run
@@ -227,9 +226,3 @@ def test_a_damaged_file_of_a_run_ends_in_one_line_that_names_it(tmp_path: Path, 
         (run / name).write_bytes(damaged.encode("latin-1"))
         with pytest.raises(InputError, match=rf"\A.*{run}.*{name}.*\Z"):
             read_all()
-
-
-def test_data_whose_bytes_an_older_start_did_not_record_are_not_called_others() -> None:
-    older = "0" * 64
-    now = {"cpu": "B", "data_fingerprint": f"{older}, contents {older}"}
-    assert continued(now, {"cpu": "B", "data_fingerprint": older}, 7) == now
