@@ -415,7 +415,7 @@ def label_in(name: str, kind: str, content: bytes, path: Path) -> dict[str, str]
     """The class that a sample's .cls or .json file gives it, by the file's name; empty: none."""
     try:
         if kind == "cls":
-            return {name: content.decode("utf-8-sig").strip()}
+            return {name: _no_negative(content.decode("utf-8-sig").strip())}
         said = json.loads(content)
         said = said if isinstance(said, dict) else {}
         given = [said[n] for n in ("cls", "label", "class") if n in said]
@@ -423,9 +423,15 @@ def label_in(name: str, kind: str, content: bytes, path: Path) -> dict[str, str]
             raise ValueError(f"a class is a text or a whole number, and not {given[0]}")
         if len({*map(str, given)}) > 1:
             raise ValueError(f"two classes: {given[0]} and {given[1]}")
-        return {name: str(given[0])} if given else {}
+        return {name: _no_negative(str(given[0]))} if given else {}
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: {name} gives no class ({error})") from None
+
+
+def _no_negative(label: str) -> str:
+    if re.fullmatch(r"-\d+", label):
+        raise ValueError(f"{label}: classes are counted from 0; leave out samples without a class")
+    return label
 
 
 def is_file(member: tarfile.TarInfo, path: Path) -> bool:

@@ -329,6 +329,7 @@ OTHER_CLASSES = {
     "two classes in JSON": b'{"cls": 1, "label": 0}',
     "no class": b'{"label": null}',
     "a list as class": b'{"cls": [1]}',
+    "a negative class": b'{"cls": -1}',
 }
 SPOILT = {
     "two classes": "3 has two classes: {'3.cls': '1', '3.json': '7'}",
@@ -338,6 +339,7 @@ SPOILT = {
     "the same file twice": "1.tar and {}/0.tar are the same file by a link",
     "no class": "3.json gives no class (a class is a text or a whole number, and not None)",
     "a list as class": "3.json gives no class (a class is a text or a whole number, and not [1])",
+    "a negative class": "3.json gives no class (-1: classes are counted from 0; leave out samples",
     "another class in val": "val has classes that train/ has not: 7",
     "cut between two files": "is cut off",
     "cut in a file": "is no tar file as WebDataset makes them",
