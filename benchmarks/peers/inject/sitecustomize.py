@@ -42,9 +42,13 @@ def hook(module: Any) -> None:
 
 def linear(module: Any) -> None:
     """Give ddp_launch the model of `host.py`."""
-    from benchmarks.peers.task import make_model
 
-    module.prepare_model = lambda *_, **__: make_model()
+    def prepare_model(*_: Any, **__: Any) -> Any:
+        from benchmarks.peers.task import make_model
+
+        return make_model()
+
+    module.prepare_model = prepare_model
 
 
 if "PEERS_STAMPS" in os.environ:
