@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from common import log
 from common.kernels import choose_kernels, warm_up
@@ -131,9 +132,21 @@ def choose_precision(asked: str, device: torch.device) -> str:
     return "bf16" if fast else "fp32"
 
 
+class LossScaler(torch.amp.GradScaler):
+    """torch's, which also notes what is scaled before the first step is counted."""
+
+    noted: list[Tensor] | None = None
+
+    def scale(self, outputs: Any) -> Any:
+        """The loss, scaled if that is enabled."""
+        if self.noted is not None and isinstance(outputs, Tensor):
+            self.noted.append(outputs.detach())
+        return super().scale(outputs)
+
+
 def mixed_precision(
     precision: str, device: torch.device
-) -> tuple[torch.dtype, torch.autocast, torch.amp.GradScaler]:
+) -> tuple[torch.dtype, torch.autocast, LossScaler]:
     """The parameters' dtype, the autocast context and the loss scaler for a `--precision`.
 
     Source: PyTorch, "Automatic Mixed Precision".
@@ -143,5 +156,5 @@ def mixed_precision(
     return (
         torch.float64 if precision == "fp64" else torch.float32,
         torch.autocast(device.type, low or torch.bfloat16, enabled=low is not None),
-        torch.amp.GradScaler(device.type, enabled=precision == "fp16"),
+        LossScaler(device.type, enabled=precision == "fp16"),
     )

@@ -121,7 +121,7 @@ class Data:
                     f"the data set has no samples in Data.{part}: give it at least one"
                 )
             samples.classes = len(self.class_names)
-        if self.train.source is self.val.source:
+        if self.train.source is self.val.source and self.train.seed == self.val.seed:
             both = np.intersect1d(self.train.indices, self.val.indices)
             if len(both):
                 log.warning(

@@ -64,14 +64,10 @@ class Run:
         """The parts of the start of this rank, by what they were spent on [s]."""
         self.clock = Clock(*self.devices)
         self.device = self.devices[0]
-        self.dtype, self._autocast, self.scaler = mixed_precision(
+        self.dtype, self.autocast, self.scaler = mixed_precision(
             self.options.precision, self.device
         )
         precision = choose_precision(self.options.precision, self.device)
-        self.unused: dict[str, str] = {}
-        """Options that the loop's code has not used yet, each with the use that is missing."""
-        if precision in ("bf16", "fp16"):
-            self.unused[f"--precision {precision}"] = "compute the loss in `with run.autocast:`"
         self._values = {"recipe": recipe, **flatten(config), "precision": precision}
         given = {k: v for k, v in self._values.items() if k not in MAY_DIFFER_BY_HOST}
         refuse_unlike_rank_0(given, "not started like rank 0")
@@ -121,12 +117,6 @@ class Run:
         self._metrics_hash, self._metrics_bytes = hashlib.sha256(), 0
         self._curves: Curves | None = None
         self._hashes: dict[str, str] = {}
-
-    @property
-    def autocast(self) -> torch.autocast:
-        """The context of `--precision` for the forward pass and the loss."""
-        self.unused.pop(f"--precision {self._values['precision']}", None)
-        return self._autocast
 
     @property
     def _bits_hold_on(self) -> str:

@@ -50,7 +50,7 @@ from common.terminal import progress_bar
 from common.throughput import GPU_FIGURES, Throughput, gpu_use, peak_memory_bytes
 from common.trace import StepTrace
 from common.training.evaluation import Evaluation, explosion
-from common.training.losses import refuse_other_losses, warn_of_graph
+from common.training.losses import refuse_other_losses, warn_of_graph, warn_of_scale
 from common.watch.advice import ENOUGH_S, LONG_S, advice, advice_for_gpu, steps_s
 from common.watch.clock import KINDS, shares
 from common.watch.stragglers import ComputeTime
@@ -83,6 +83,8 @@ class Loop:
         self._identity = run.identity(plan.global_batch_size, data)
         self._mesh, self._evaluated_step, self._early = mesh, -1, ""
         self._warned = self._advised = self._told_lr = self._told_other = False
+        self.awaits = ""
+        """An option that has no effect until `micro_batches.of` is called."""
         self._workers = 0
         run.lap("data and model")
         warn_of_unknown_metric(run.options.best_by, len(data.class_names))
@@ -160,6 +162,7 @@ class Loop:
         begun, per_epoch = self.state.step + 1, self.plan.steps_per_epoch
         settle = SETTLE + ((self.state.step + SETTLE) % per_epoch == 0)  # not in an evaluation
         end_of_epoch = -(-(begun + settle) // per_epoch) * per_epoch
+        run.scaler.noted = []  # what the first step's backward passes begin from
         self._updates = OptimizerSteps(
             self.state.parts,
             ddp,
@@ -175,8 +178,11 @@ class Loop:
     def steps(self, loader: DeviceBatches) -> DeviceBatches:
         """The batches of this epoch's steps that are still to do."""
         self._refuse_unless("_updates", "`for _ in loop.epochs(ddp)`", "loop.steps")
-        if not hasattr(loader.keys, "set_epoch"):
-            raise TrainingError("loop.steps needs the training loader, got one of an evaluation")
+        if not hasattr(getattr(loader, "keys", None), "set_epoch"):
+            raise TrainingError(
+                "loop.steps needs the training loader of make_loaders, got that of the evaluation "
+                "or another one"
+            )
         if self._keys is None:
             order = {"seed": getattr(loader.keys, "seed", None)}
             refuse_unlike_rank_0(order, "its samples have another order than rank 0's")
@@ -219,6 +225,8 @@ class Loop:
         refuse_other_losses(losses, self._keys.batch_size_per_rank, even=self.plan.even)
         if state.step == begun:
             warn_of_graph(losses, self._updates.held() if self._mesh is None else None)
+            warn_of_scale(run.scaler.noted or [], losses.detach(), self.plan.loss_divisor)
+            run.scaler.noted = None
         losses = losses.detach()
         if losses.dim() > 1:  # (samples, 1)
             losses = losses.flatten()
@@ -226,8 +234,11 @@ class Loop:
         state.batch += 1
         state.step += 1
         if first:
-            for option, use in run.unused.items() if self._mesh is None else ():
-                raise TrainingError(f"{option} has no effect: {use}")
+            if self.awaits:
+                raise TrainingError(
+                    f"{self.awaits} has no effect: take the batch's parts from "
+                    "`micro_batches.of(batch)`"
+                )
             self._compare_replicas()
             run.lap("first step")
         self._speed.add(self.plan.global_batch_size)
@@ -470,11 +481,8 @@ class Loop:
         """
         if self.state.step != self._evaluated_step:
             self._refuse("finish", "loop.after_epoch before it")
-        if self.state.step != (self._resumed_from or 0) and self._updates.changed_nothing():
-            log.warning(
-                "no parameter has changed since the start: a learning rate of 0, or gradients that "
-                "overflowed in each step (fp16; try bf16)"
-            )
+        if self.state.step != (self._resumed_from or 0):
+            self._updates.end(self.state.step)
         self._compare_replicas()
         self._best.write()
         self.state.wait()

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -23,17 +24,18 @@ class MicroBatches:
     def __init__(self, ddp: DistributedDataParallel, options: ParallelOptions, loop: Loop) -> None:
         """Change how `ddp`, before its first forward pass, sums up gradients. Calls collectives."""
         self.ddp, self.options, self.loop = ddp, options, loop
-        self._is_warm, self._looked, self._option = False, False, ""
+        self._is_warm = self._looked = False
         self.size = loop.plan.micro_batch_size
         if options.virtual_ranks or options.accumulate > 1:
             shards = f"--virtual-ranks {options.virtual_ranks}"
-            self._option = shards if options.virtual_ranks else f"--accumulate {options.accumulate}"
-            loop.run.unused[self._option] = "take the batch's parts from `micro_batches.of(batch)`"
+            loop.awaits = shards if options.virtual_ranks else f"--accumulate {options.accumulate}"
         norms = (m for m in ddp.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
         statistics = {id(buffer) for norm in norms for buffer in norm.buffers()}
         if all(id(buffer) in statistics for buffer in ddp.buffers()):
             # Training does not read them, and `evaluate` sends rank 0's, which are saved.
             ddp.broadcast_buffers = False
+        if loop.run.autocast._enabled:
+            ddp.register_forward_pre_hook(self._refuse_without_autocast)
         if options.virtual_ranks:
             use_virtual_ranks(ddp, options.virtual_ranks, loop.run.options.timeout_s)
         elif options.gradient_compression == "bf16":
@@ -41,14 +43,23 @@ class MicroBatches:
         elif loop.run.ranks.world_size == 1:  # which has nothing to average
             ddp.register_comm_hook(None, noop_hook)
 
+    def _refuse_without_autocast(self, ddp: nn.Module, _: Any) -> None:
+        run = self.loop.run
+        trains = ddp.training and torch.is_grad_enabled()
+        if trains and not torch.is_autocast_enabled(run.device.type):
+            raise TrainingError(
+                f"--precision {run.options.precision} has no effect: call the model in `with "
+                "run.autocast:`"
+            )
+
     def warm_up(self, sample: Any) -> None:
         """Train mode, and DDP's buckets made final: why, `common.training.ddp.warm_up` says."""
         self._is_warm = True
-        warm_up(self.ddp, sample, self.size, self.loop.run._autocast)
+        warm_up(self.ddp, sample, self.size, self.loop.run.autocast)
 
     def of(self, batch: Any) -> Iterator[Any]:
         """The parts of this rank's batch; DDP sends gradients with the last part only."""
-        self.loop.run.unused.pop(self._option, None)
+        self.loop.awaits = ""
         if not self._is_warm:
             self._is_warm = True
             log.warning(

@@ -57,6 +57,7 @@ class OptimizerSteps:
         self._all_zero, self._told_mode = True, False
         self._empty = True  # no parameter had a gradient in this step
         self._late: list[Optimizer] = []  # which made no update in the first step
+        self._own_rates = {each for each in self._known if len(_rates(each)) > 1}
         self._old_gradients, self._norm = False, math.inf
         self._main = next(iter(self._known), None)
         self.lr: float | None = None
@@ -110,12 +111,33 @@ class OptimizerSteps:
         if not self._whole or not isinstance(model, nn.Module):
             return {}
         saved = memory_of(model.state_dict())
-        buffers = [(k, v) for k, v in model.named_buffers() if v.data_ptr() not in saved]
+        found = dict(model.named_buffers())
+        for prefix, module in model.named_modules(prefix=""):  # and tensors that are no buffers
+            own = {k: v for k, v in vars(module).items() if isinstance(v, Tensor)}
+            found |= {f"{prefix}.{name}".lstrip("."): value for name, value in own.items()}
+        buffers = [(k, v) for k, v in found.items() if v.data_ptr() not in saved]
         return {name: int(fingerprint(value)) for name, value in buffers}
 
-    def changed_nothing(self) -> bool:
-        """Whether a whole model's parameters are as they were at the start."""
-        return bool(self._before) and self._before == self._bits()
+    def end(self, step: int) -> None:
+        """After the last step: raise TrainingError if training went on; warn of what is as before.
+
+        Nothing is said of what is as before if this rank has not the whole model.
+        """
+        if self._counts:
+            raise TrainingError(
+                f"an optimizer made an update after loop.after_step counted the last step, {step}"
+            )
+        self._refuse_other_trained(step)
+        self._warn_of_eval_mode(step)
+        pairs = zip(self._begun, self._before, self._bits(), strict=False)
+        same = [name for name, before, now in pairs if before == now]
+        if same:
+            log.warning(
+                f"{'no parameter' if len(same) == len(self._begun) else _first(same)} has "
+                f"{'' if len(same) == len(self._begun) else 'not '}changed since the start: a "
+                "learning rate of 0, gradients that are always 0, or that overflowed in each step "
+                "(fp16; try bf16)"
+            )
 
     def after(self, step: int, *, begins_epoch: bool) -> bool:
         """Raise TrainingError on this rank unless one update was made; whether it was the first."""
@@ -172,18 +194,20 @@ class OptimizerSteps:
             )
 
     def _look_for_old_gradients(self, gradients: Mapping[Tensor, bool]) -> None:
-        """At one parameter, when the next backward pass reaches it."""
+        """At the first and the last parameter, when the next backward pass reaches them."""
         own = {*self._begun.values()}
-        parameter = next((v for v, had in gradients.items() if had and v in own), None)
-        if parameter is None:
-            return
+        found = [value for value, had in gradients.items() if had and value in own]
 
-        def look(_: Tensor) -> None:
-            hook.remove()
-            old = parameter.grad
-            self._old_gradients = old is not None and not old.is_sparse and bool(old.any())
+        def watch(parameter: Tensor) -> None:
+            def look(_: Tensor) -> None:
+                hook.remove()
+                old = parameter.grad
+                self._old_gradients |= old is not None and not old.is_sparse and bool(old.any())
 
-        hook = parameter.register_hook(look)
+            hook = parameter.register_hook(look)
+
+        for parameter in {*found[:1], *found[-1:]}:
+            watch(parameter)
 
     def _refuse_other_trained(self, step: int) -> None:
         begun, now = self._begun, self._trained()
@@ -227,10 +251,15 @@ class OptimizerSteps:
         trained = {name: value for name, value in self._begun.items() if value in gradients}
         without = [name for name, value in trained.items() if not gradients[value]]
         rates = [group["lr"] for part in self._known for group in part.param_groups]
-        if 1.05 * self._clip_grad_norm < self._norm < math.inf:
+        clip, scale = self._clip_grad_norm, self._scaler.get_scale() if self._scaler else 1.0
+        if clip and scale > 100 and math.isclose(self._norm * scale, clip, rel_tol=0.02):
             return (
-                f"--clip-grad-norm {self._clip_grad_norm:g} has no effect: call "
-                "torch.nn.utils.clip_grad_norm_ before optimizer.step()"
+                "--clip-grad-norm clipped scaled gradients: call scaler.unscale_(optimizer) before"
+            )
+        if 1.05 * clip < self._norm < math.inf:
+            return (
+                f"--clip-grad-norm {clip:g} has no effect: call torch.nn.utils.clip_grad_norm_ "
+                "with all of the model's parameters before optimizer.step()"
             )
         if trained and self._all_zero:
             return (
@@ -255,11 +284,16 @@ class OptimizerSteps:
                     "a learning rate schedule is in no snapshot, so a resumed run begins it anew: "
                     "give it to loop.resume(schedule=...)"
                 )
+        if any(len(_rates(each)) == 1 for each in self._own_rates):
+            log.warning(
+                "the learning rates of an optimizer's groups were replaced by one rate: after "
+                "set_lr(optimizer, loop.lr), which sets them all, multiply each group's own"
+            )
         now = self._unsaved_buffers()
         if changed := [name for name, bits in self._unsaved.items() if now.get(name) != bits]:
             log.warning(
                 f"{_first(changed)} changes in training and is in no snapshot: unless forward() "
-                "computes it anew, a resumed run needs register_buffer(NAME, TENSOR) without "
+                "computes it anew, a resumed run needs register_buffer(NAME, TENSOR), without "
                 "persistent=False"
             )
         return self._not_saved(gradients, self._known) if self._whole else ""
@@ -283,6 +317,10 @@ class OptimizerSteps:
 
 def _held(optimizers: Iterable[Optimizer]) -> Iterable[Tensor]:
     return (p for each in optimizers for group in each.param_groups for p in group["params"])
+
+
+def _rates(optimizer: Optimizer) -> set[float]:
+    return {float(group["lr"]) for group in optimizer.param_groups}
 
 
 def _first(names: list[str]) -> str:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from common import log
 from common.errors import TrainingError
 from common.group.collectives import gather, gather_numbers
 from common.group.stop import agreement_in_evaluation
@@ -101,19 +102,25 @@ def evaluate(
     model = model.module if isinstance(model, DistributedDataParallel) else model
     if not isinstance(model, nn.Module):
         raise TypeError(f"evaluate needs an nn.Module to switch to eval mode, got {model!r}")
+    if hasattr(getattr(batches, "keys", None), "set_epoch"):
+        raise TrainingError("evaluate needs the loader of the validation data, got the training's")
     for buffer in model.buffers():
         dist.broadcast(buffer, group=group, group_src=0)
     trained = [module for module in model.modules() if module.training]
     model.eval()
     names: list[str] = []
-    seen, sums, fractions = 0, [], torch.tensor(False)  # read at the end: no batch waits for a GPU
+    sums: list[Tensor] = []
+    seen, fractions = 0, torch.tensor(False)  # read at the end: no batch waits for a GPU
     own, main = length_hint(batches) or None, dist.get_rank() == 0
     bar = progress_bar(own, main=main, unit="batch", desc="evaluation", keep=False)
     stop = agreement_in_evaluation()
     on_all = int(gather_numbers(torch.tensor(float(own or 0))).min()) if stop else 0
     for number, batch in enumerate(batches, 1):
+        drawn = None if sums else torch.get_rng_state()
         scores = score(model, batch)
         _refuse_other_kinds(scores)
+        if drawn is not None:
+            _refuse_training(model, drawn)
         if scores:
             if not names:
                 names = list(scores)
@@ -155,6 +162,16 @@ def evaluate(
     whole = "accuracy" in means and not any(fractions for *_, fractions in found)
     correct = round(math.fsum(columns["accuracy"])) if whole else None
     return Evaluation(means, total, correct, fingerprints(model.state_dict()))
+
+
+def _refuse_training(model: nn.Module, drawn: Tensor) -> None:
+    """After the first batch: is the model still in eval mode, and draws no random numbers?"""
+    if any(module.training for module in model.modules()):
+        raise TrainingError("score switched the model to train mode: leave out model.train()")
+    if not torch.equal(drawn, torch.get_rng_state()):
+        log.warning(
+            "the model drew random numbers in an evaluation: give F.dropout training=self.training"
+        )
 
 
 def _refuse_other_kinds(scores: Any) -> None:

@@ -1,6 +1,7 @@
 """What each sample weighs in the loss; and what was the loss computed from?"""
 
-from collections.abc import Collection, Iterator
+import math
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -101,6 +102,28 @@ def refuse_other_losses(losses: Tensor, batch_size: int, *, even: bool = True) -
             f"the loop got losses of shape {tuple(losses.shape)} for {batch_size} samples: give "
             "reduction='none' to the loss function, then take the mean over each sample; weights "
             f"must have the shape ({batch_size},) ({_PAGE})"
+        )
+
+
+def warn_of_scale(backward: Sequence[Tensor], losses: Tensor, divisor: int) -> None:
+    """Warn if a rank's first step began its backward passes from a multiple of its losses.
+
+    A penalty that is added makes no whole number.
+
+    Args:
+        backward: the losses that were scaled for backward().
+        losses: of the batch's samples (samples,).
+        divisor: of their sum.
+    """
+    if not backward or not losses.dim():
+        return
+    ratio = float(sum(loss.double().sum() for loss in backward) / losses.double().sum()) * divisor
+    times = max(ratio, 1 / ratio) if math.isfinite(ratio) and ratio > 0 else 1.0
+    if round(times) > 1 and math.isclose(times, round(times), rel_tol=1e-3):
+        log.warning(
+            f"the backward passes of the first step began from {ratio:.4g} times the batch's loss: "
+            "divide the sum of each micro-batch's losses by plan.loss_divisor, and call backward() "
+            f"once for it ({_PAGE})"
         )
 
 

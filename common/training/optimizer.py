@@ -105,7 +105,13 @@ def make_optimizer(
         if options.lr > 0.01:
             log.warning(f"--lr {options.lr:g} is high for adamw: 0.001 or less is usual")
         return torch.optim.AdamW(trained, betas=(options.momentum, 0.999), **common)
-    return torch.optim.SGD(trained, momentum=options.momentum, **common)
+    optimizer = torch.optim.SGD(trained, momentum=options.momentum, **common)
+    if fused and options.momentum:
+        # The same as torch's first step makes; but the fused one refuses a parameter whose first
+        # gradient comes in a later step than the others' (torch 2.15).
+        for parameter in trained:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -199,6 +199,7 @@ def test_make_run_with_its_defaults(recipe: Recipe, name: str, reaches: float | 
     if reaches is None:
         assert "recommended: --num-workers" in result.stdout
         return
+    assert "warning:" not in result.stdout + result.stderr
     result.assert_bits_of_the_record()
     assert f"{name}: world_size 1 (launcher: none), device cpu" in result.stdout
     assert result.summary["val_accuracy"] >= reaches

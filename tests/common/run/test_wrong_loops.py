@@ -202,11 +202,56 @@ WRONG = {
         (1, 2),
         ("--accumulate", "2"),
     ),
-    "a precision that is not used": Case(
-        {"with run.autocast:": "if True:"},
-        r"--precision bf16 has no effect: compute the loss in `with run\.autocast",
-        (1,),
+    "a forward pass outside of autocast": Case(
+        {"with run.autocast:": f"out = {FORWARD}\n                    with run.autocast:"}
+        | {f"loss_function({FORWARD}": "loss_function(out"},
+        r"--precision bf16 has no effect: call the model in `with run\.autocast",
+        (1, 2),
         ("--precision", "bf16"),
+    ),
+    "scaled gradients that are clipped": Case(
+        {"scaler.unscale_(optimizer)": "pass"},
+        "clipped scaled gradients: call scaler.unscale_",
+        (1,),
+        ("--precision", "fp16", "--clip-grad-norm", "0.01"),
+    ),
+    "zero_grad of some layers": Case(
+        {ZERO: "model.features.zero_grad()"}, "gradients of step 1 were still there", (1, 2)
+    ),
+    "an update after the last step": Case(
+        {
+            RESULT: f"""if not loop.steps_left:
+                for images, labels in val_loader:
+                    loss_function(ddp(images), labels).mean().backward()
+                {STEP}
+            {RESULT}"""
+        },
+        r"an optimizer made an update after loop\.after_step counted the last step, 4",
+        (1, 2),
+    ),
+    "a parameter that is replaced in the last step": Case(
+        after(AFTER_STEP, "if not loop.steps_left: model.fc.bias = deepcopy(model.fc.bias)"),
+        r"fc\.bias was replaced, in step 4",
+        (1, 2),
+    ),
+    "the training's loader in the evaluation": Case(
+        {RESULT: "result = evaluate(model, loader, 960)"},
+        "evaluate needs the loader of the validation data",
+        (1,),
+    ),
+    "a score in train mode": Case(
+        {
+            RESULT: RESULT.replace(
+                "data.val))", "data.val), score=lambda m, b: {'a': m.train()(b[0])[:, 0]})"
+            )
+        },
+        "score switched the model to train mode",
+        (1, 2),
+    ),
+    "a DataLoader of one's own": Case(
+        {STEPS: "loop.steps(torch.utils.data.DataLoader(data.train))"},
+        "loop.steps needs the training loader of make_loaders",
+        (1,),
     ),
     "gradients that are not clipped": Case(
         {"if options.clip_grad_norm:": "if False:"},
@@ -513,7 +558,8 @@ def test_a_loop_that_is_right_trains_on(pool: Pool, tmp_path: Path, name: str) -
         assert not any(said), said
         assert (tmp_path / str(ranks) / "model.pt").exists()
         log = (tmp_path / str(ranks) / "logs/rank_0.log").read_text()
-        assert not re.search("no optimizer holds|outputs before|is in no snapshot", log)
+        wrongly = "no optimizer holds|outputs before|is in no snapshot|began from|replaced by|drew"
+        assert not re.search(wrongly, log)
 
 
 def test_statistics_are_sent_at_an_evaluation_and_not_in_each_step(
@@ -569,6 +615,53 @@ WARNED = {
         },
         "the loss depends on 2 parameters that no optimizer holds, one of shape (10",
     ),
+    "a loss of all ranks' samples": (
+        {"plan.loss_divisor": "(2 * plan.global_batch_size)"},
+        "began from 0.5 times the batch's loss",
+    ),
+    "two backward passes": (
+        {BACKWARD: "scaler.scale(loss).backward(retain_graph=True); scaler.scale(loss).backward()"},
+        "began from 2 times the batch's loss",
+    ),
+    "layers that do not learn": (
+        {
+            PARALLELISE: """
+        model.forward = lambda x: model.fc(model.features(x).detach())
+"""
+            + PARALLELISE,
+            "gradient_as_bucket_view=True,": "find_unused_parameters=True,",
+        },
+        "has not changed since the start: ",
+    ),
+    "groups whose own rates are replaced": (
+        after(
+            MADE,
+            "optimizer = torch.optim.SGD([{'params': list(model.parameters())[:-2], 'lr': 0.01},"
+            "{'params': list(model.parameters())[-2:]}], lr=0.1)",
+        ),
+        "the learning rates of an optimizer's groups were replaced by one rate",
+    ),
+    "dropout in an evaluation": (
+        {
+            PARALLELISE: """
+        inner = model.forward
+        model.forward = lambda x: torch.nn.functional.dropout(inner(x), 0.1)
+"""
+            + PARALLELISE
+        },
+        "the model drew random numbers in an evaluation",
+    ),
+    "a tensor that is no buffer": (
+        {
+            PARALLELISE: """
+        model.centre = torch.zeros(10)
+        move = lambda m, _, out: [m.centre.lerp_(out.detach().mean(0), 0.5)] and None
+        model.register_forward_hook(move)
+"""
+            + PARALLELISE
+        },
+        "centre changes in training and is in no snapshot",
+    ),
     "a schedule that no snapshot holds": (
         after(MADE, "schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)")
         | {"set_lr(optimizer, loop.lr)": "pass", AFTER_STEP: f"schedule.step(); {AFTER_STEP}"},
@@ -616,7 +709,6 @@ def test_what_a_resumed_run_would_not_have_is_named(pool: Pool, tmp_path: Path, 
 
 RESUMED = {
     "a layer that is used from the third step on": {
-        MADE: "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)",
         PARALLELISE: """
         model.extra, inner, begun = torch.nn.Linear(10, 10), model.forward, []
         model.forward = lambda x: (
