@@ -100,8 +100,8 @@ def refuse_other_losses(losses: Tensor, batch_size: int, *, even: bool = True) -
     if not len(losses) == losses.numel() == batch_size:
         raise TrainingError(
             f"the loop got losses of shape {tuple(losses.shape)} for {batch_size} samples: give "
-            "reduction='none' to the loss function, then take the mean over each sample; weights "
-            f"must have the shape ({batch_size},) ({_PAGE})"
+            "reduction='none' to the loss function, then take the mean over each sample; give "
+            f"those of all micro-batches; weights must have the shape ({batch_size},) ({_PAGE})"
         )
 
 
