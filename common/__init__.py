@@ -23,7 +23,7 @@ Where to change what. Each room and file imports only from those below it; a tes
       ddp               around DistributedDataParallel: accumulation, bf16 gradients, SyncBatchNorm
       virtual_ranks     the same bits on any number of processes
       evaluation        metrics over every validation sample once; a loss that explodes
-      losses            --class-weights; whether each sample has its own loss
+      losses            --class-weights; what a changed loop's loss was computed from
     data/               samples and batches
       loaders           the DataLoader's options; from a data set to a rank's batches
       datasets          digits, photos, Fashion-MNIST, CIFAR-10, fake data; augmentation
@@ -43,9 +43,8 @@ Where to change what. Each room and file imports only from those below it; a tes
       snapshot_files    writing, finding, checking and deleting snapshots; their format
       shards            tensors that are divided between ranks
     weights             hash and saving of a state_dict
-    manifest            what a run records of its ranks, seed and determinism
+    manifest            what a run records of its ranks, seed, machine, code and libraries
     identity            options that decide a run's numbers; --resume of another run is refused
-    machine             what is recorded of this machine, the code and the libraries
     replicas            do all ranks hold the same bits?
     profile             --profile: torch's profiler over a few steps
     throughput          speed of training and of loading; memory; how busy the GPUs are

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -106,17 +107,18 @@ class OptimizerSteps:
         return [int(fingerprint(value)) for value in self._begun.values() if self._whole]
 
     def _unsaved_buffers(self) -> dict[str, int]:
-        """A hash of each buffer that the model's state_dict leaves out."""
+        """A hash of each buffer, or other tensor of a module, that no state_dict holds."""
         model = self._parts["model"]
         if not self._whole or not isinstance(model, nn.Module):
             return {}
         saved = memory_of(model.state_dict())
         found = dict(model.named_buffers())
-        for prefix, module in model.named_modules(prefix=""):  # and tensors that are no buffers
-            own = {k: v for k, v in vars(module).items() if isinstance(v, Tensor)}
+        for prefix, module in model.named_modules():
+            own = {k: v for k, v in vars(module).items() if type(v) is Tensor and v.grad_fn is None}
             found |= {f"{prefix}.{name}".lstrip("."): value for name, value in own.items()}
-        buffers = [(k, v) for k, v in found.items() if v.data_ptr() not in saved]
-        return {name: int(fingerprint(value)) for name, value in buffers}
+        plain = {k: v for k, v in found.items() if v.layout == torch.strided and not v.is_meta}
+        lost = {name: value for name, value in plain.items() if value.data_ptr() not in saved}
+        return {name: int(fingerprint(value)) for name, value in lost.items()}
 
     def end(self, step: int) -> None:
         """After the last step: raise TrainingError if training went on; warn of what is as before.
@@ -132,11 +134,11 @@ class OptimizerSteps:
         pairs = zip(self._begun, self._before, self._bits(), strict=False)
         same = [name for name, before, now in pairs if before == now]
         if same:
+            whole = len(same) == len(self._begun)
             log.warning(
-                f"{'no parameter' if len(same) == len(self._begun) else _first(same)} has "
-                f"{'' if len(same) == len(self._begun) else 'not '}changed since the start: a "
-                "learning rate of 0, gradients that are always 0, or that overflowed in each step "
-                "(fp16; try bf16)"
+                f"{'no parameter has' if whole else f'{_first(same)} has not'} changed since the "
+                "start: a learning rate of 0, gradients that are always 0, or that overflowed in "
+                "each step (fp16; try bf16)"
             )
 
     def after(self, step: int, *, begins_epoch: bool) -> bool:
@@ -290,7 +292,7 @@ class OptimizerSteps:
                 "set_lr(optimizer, loop.lr), which sets them all, multiply each group's own"
             )
         now = self._unsaved_buffers()
-        if changed := [name for name, bits in self._unsaved.items() if now.get(name) != bits]:
+        if changed := [name for name, bits in self._unsaved.items() if now.get(name, bits) != bits]:
             log.warning(
                 f"{_first(changed)} changes in training and is in no snapshot: unless forward() "
                 "computes it anew, a resumed run needs register_buffer(NAME, TENSOR), without "

@@ -166,7 +166,7 @@ def evaluate(
 
 def _refuse_training(model: nn.Module, drawn: Tensor) -> None:
     """After the first batch: is the model still in eval mode, and draws no random numbers?"""
-    if any(module.training for module in model.modules()):
+    if model.training:
         raise TrainingError("score switched the model to train mode: leave out model.train()")
     if not torch.equal(drawn, torch.get_rng_state()):
         log.warning(
