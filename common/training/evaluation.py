@@ -116,7 +116,7 @@ def evaluate(
     stop = agreement_in_evaluation()
     on_all = int(gather_numbers(torch.tensor(float(own or 0))).min()) if stop else 0
     for number, batch in enumerate(batches, 1):
-        drawn = None if sums else torch.get_rng_state()
+        drawn = None if sums else torch.get_rng_state().numpy().tobytes()
         scores = score(model, batch)
         _refuse_other_kinds(scores)
         if drawn is not None:
@@ -164,11 +164,11 @@ def evaluate(
     return Evaluation(means, total, correct, fingerprints(model.state_dict()))
 
 
-def _refuse_training(model: nn.Module, drawn: Tensor) -> None:
+def _refuse_training(model: nn.Module, drawn: bytes) -> None:
     """After the first batch: is the model still in eval mode, and draws no random numbers?"""
     if model.training:
         raise TrainingError("score switched the model to train mode: leave out model.train()")
-    if not torch.equal(drawn, torch.get_rng_state()):
+    if drawn != torch.get_rng_state().numpy().tobytes():
         log.warning(
             "the model drew random numbers in an evaluation: give F.dropout training=self.training"
         )
