@@ -122,7 +122,8 @@ class Loop:
             per_epoch = self.plan.steps_per_epoch
             state.resume(found, seed, steps_per_epoch=per_epoch, last_step=self.last_step)
             log.info(f"resuming after step {state.step}")
-        self._history = state.history or {"first": time.time(), "steps_s": 0.0}
+        first = time.time() - float(self.clock.seconds().sum())
+        self._history = state.history or {"first": first, "steps_s": 0.0}
         self._resumed_from = state.step if found else None
         self._begun_with = fingerprints(parts["model"].state_dict())
         run.resolve(resume=found["file"] if found else "never")
@@ -432,10 +433,10 @@ class Loop:
         log.info(f"epoch {epoch}/{self.plan.options.epochs}: {printable(found)}")
         if news := explosion(self._metrics, before, len(self.data.class_names)):
             size, lr = self.plan.global_batch_size, self.plan.options.lr
-            log.warning(
-                f"{news}: the learning rate {self.plan.peak_lr:g} is too high for batches "
-                f"of {size}: try --lr {lr / 10:g} in another --output-dir"
-            )
+            cause = f"the learning rate {self.plan.peak_lr:g} is too high for batches of {size}"
+            if self._metrics["train_loss"] < before.get("train_loss", 0.0):
+                cause = f"BatchNorm's statistics lag (wait, or --norm group), or {cause}"
+            log.warning(f"{news}: {cause}: try --lr {lr / 10:g} in another --output-dir")
         by = self._best.improves(self._metrics)
         weights = self._of_model(state_dict()) if by or run.options.epoch_weights else {}
         if by:

@@ -200,6 +200,9 @@ def prepare_model(
             log.warning("--freeze-layers without --weights: all layers but the last stay random")
         if options.freeze_layers:
             freeze_all_but_last(model)
+            trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            of = sum(p.numel() for p in model.parameters())
+            log.info(f"--freeze-layers: {trained:,} of {of:,} parameters are trained")
         if options.channels_last:  # the activations follow the weights
             model.to(memory_format=torch.channels_last)
         if options.compile and not shutil.which(os.environ.get("CXX", "g++")):

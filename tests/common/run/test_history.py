@@ -3,13 +3,18 @@
 import signal
 import time
 
+import pytest
+
 from common.watch.clock import STEP
 from tests.helpers.commands import INJECTED, Recipe, wait_for
 
 
 def test_a_refused_start_and_a_branch_are_in_goodput(recipe: Recipe) -> None:
     options = ["--nproc", "1", "--log-every", "1"]
-    recipe("ddp_launch", *options, "--max-steps", "5", folder="run").assert_ok()
+    once = recipe("ddp_launch", *options, "--max-steps", "5", folder="run").assert_ok().summary
+    spent_s = {kind: own_s for kind, (own_s,) in once["time_s"].items()}
+    share = sum(spent_s[kind] for kind in STEP) / sum(spent_s.values())
+    assert once["goodput"] == pytest.approx(share, rel=0.1), "of one start, with its beginning"
     refused = recipe("ddp_launch", *options, "--max-steps", "9", "--lr", "1", folder="run")
     assert refused.status == 2
     on = recipe("ddp_launch", *options, "--max-steps", "9", folder="run").assert_ok()

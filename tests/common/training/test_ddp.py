@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from common import seeds
 from common.data.datasets import DataOptions, load_data
 from common.data.loaders import rank_loaders
 from common.data.stream import FixedBatches, GlobalBatches
@@ -28,7 +29,7 @@ from common.group.stop import StopAgreement
 from common.identity import decisive
 from common.launch.ranks import Ranks
 from common.run.options import flatten
-from common.seeds import rng_state, seed_everything, set_rng_state
+from common.seeds import LossScaler, rng_state, seed_everything, set_rng_state
 from common.snapshots.snapshot_files import read
 from common.training.ddp import average_in_bf16, micro_batches, warm_up
 from common.training.evaluation import Evaluation, evaluate
@@ -526,8 +527,7 @@ def test_mixed_precision_trains_and_resumes_exactly(
 
 def overflowing(ranks: Ranks, folder: Path) -> bool:
     """Training with fp16 whose first gradients overflow, as the loss is scaled too far."""
-    scaler = partial(torch.amp.GradScaler, init_scale=2.0**60)
-    with patch.object(torch.amp, "GradScaler", scaler):
+    with patch.object(seeds, "LossScaler", partial(LossScaler, init_scale=2.0**60)):
         run = {"precision": "fp16"}
         return run_training(ranks, folder, {"run": run, "optimizer": {"max_steps": 2}})
 
