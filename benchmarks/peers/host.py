@@ -38,8 +38,17 @@ def tables(runs: dict[str, dict[str, list[Any]]]) -> list[dict[str, Any]]:
         rows.append(row)
     of = [word for n in runs for word in (f"{compare.in_words(n)} [ms]", "over accelerate's")]
     rounds = len(next(iter(next(iter(runs.values())).values())))
-    title = f"Time of a step with a model of one layer: medians (least to most) of {rounds} rounds."
+    title = (
+        f"A step of a model of one layer, 8 samples: medians (least to most) of {rounds} rounds."
+    )
     return [{"title": title, "columns": ["", *of], "rows": rows}]
+
+
+def on_page(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of bare PyTorch, ddp_launch and Accelerate."""
+    (table,) = tables(result["runs"])
+    rows = [row for row in table["rows"] if row[0] in ("bare", "ddp_launch", "accelerate")]
+    return [{**table, "rows": rows}]
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
