@@ -395,12 +395,15 @@ def test_the_lessons_commands_on_one_and_two_gpus_work(
     """The page's own commands are known options; one step of each, on a few images and the CPU."""
     small_fashion_mnist(tmp_path / "data")
     page = (ROOT / "recipes" / "dp_resnet50" / "README.md").read_text()
-    commands = re.findall(r'RECIPE=dp_resnet50 ARGS="(--data fashion_mnist [^"]+)"', page)
-    assert len(commands) == 2
-    for command, (gpus, batch, lr) in zip(
-        commands, (("0", "256", "0.1"), ("0 1", "512", "0.2")), strict=True
-    ):
-        assert f"--device-ids {gpus} --global-batch-size {batch} --lr {lr}" in command
+    (one,) = re.findall(r'RECIPE=dp_resnet50 ARGS="(--data fashion_mnist [^"]+)"', page)
+    first, second = (
+        f"--device-ids {more}"
+        for more in ("0 --global-batch-size 256 --lr 0.1", "0 1 --global-batch-size 512 --lr 0.2")
+    )
+    assert first in one
+    assert f"For two GPUs, give `{second}`" in page
+    commands = [one, one.replace(first, second)]
+    for command, (gpus, batch) in zip(commands, (("0", "256"), ("0 1", "512")), strict=True):
         given = shlex.split(command.replace(f"--device-ids {gpus}", ""))
         given[given.index("--data-path") + 1] = str(tmp_path / "data")
         given += ["--output-dir", str(tmp_path / batch)]
