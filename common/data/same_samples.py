@@ -26,8 +26,8 @@ def sample_hashes(data: Data) -> dict[str, str]:
     with agreed():
         found = {"Data.class_names": _hash(list(data.class_names))}
         train, val = len(data.train), len(data.val)
-        both = [("train", place) for place in (0, train // 2, train - 1, 0)]  # the first one twice
-        for part, place in (*both, ("val", 0), ("val", val // 2)):
+        places = [("train", place) for place in (0, train // 2, train - 1, 0)]  # the first twice
+        for part, place in (*places, ("val", 0), ("val", val // 2)):
             samples = getattr(data, part)
             index = f"{samples.indices[place]}{f' (place {place})' if place else ''}"
             name, now = f"sample {index} of Data.{part}", _hash(samples.__getitems__([(0, place)]))

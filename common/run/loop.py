@@ -526,7 +526,10 @@ class Loop:
         return float(self._history["steps_s"] + steps_s(spent_s[None]))
 
     def _since_first_s(self, at_least_s: float) -> float:
-        """Time since the first start that left a snapshot [s], though a clock may be set back."""
+        """Time since the first start that left a snapshot [s].
+
+        A clock may have been set back meanwhile: not less than `at_least_s`.
+        """
         return max(time.time() - float(self._history["first"]), at_least_s, 1e-9)
 
     def _interrupt(self, _number: int, _frame: object) -> NoReturn:

@@ -33,7 +33,8 @@ class OptimizerSteps:
         parts: of the training state.
         ddp: the wrapped model, if there is one.
         whole: this rank has the whole model, not a part of its tensors or layers.
-        clip_grad_norm: the largest norm that one optimizer's first gradients must have; 0: any.
+        clip_grad_norm: the option; in the first step the gradients of one optimizer at least must
+            have no larger norm. 0: not given.
     """
 
     def __init__(
@@ -121,9 +122,9 @@ class OptimizerSteps:
         return {name: int(fingerprint(value)) for name, value in lost.items()}
 
     def end(self, step: int) -> None:
-        """After the last step: raise TrainingError if training went on; warn of what is as before.
+        """After the last step: raise TrainingError if an update followed it.
 
-        Nothing is said of what is as before if this rank has not the whole model.
+        Warn of parameters that never changed, where this rank has the whole model.
         """
         if self._counts:
             raise TrainingError(
@@ -256,7 +257,7 @@ class OptimizerSteps:
         clip, scale = self._clip_grad_norm, self._scaler.get_scale() if self._scaler else 1.0
         if clip and scale > 100 and math.isclose(self._norm * scale, clip, rel_tol=0.02):
             return (
-                "--clip-grad-norm clipped scaled gradients: call scaler.unscale_(optimizer) before"
+                "--clip-grad-norm clipped scaled gradients: call scaler.unscale_(optimizer) first"
             )
         if 1.05 * clip < self._norm < math.inf:
             return (

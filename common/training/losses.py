@@ -108,7 +108,7 @@ def refuse_other_losses(losses: Tensor, batch_size: int, *, even: bool = True) -
 def warn_of_scale(backward: Sequence[Tensor], losses: Tensor, divisor: int) -> None:
     """Warn if a rank's first step began its backward passes from a multiple of its losses.
 
-    A penalty that is added makes no whole number.
+    Nothing is said where a penalty is added to the loss, which makes no whole multiple.
 
     Args:
         backward: the losses that were scaled for backward().
